@@ -1,0 +1,269 @@
+"""`compact_`: cut the ranks that do not matter, a physically smaller model out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain import shrinkage, tt
+from bayestrain.errors import ConfigError
+from bayestrain.layers import TTLayer
+from bayestrain.ranks import count_parameters, tt_layers
+from bayestrain.tables import text_table
+
+RULES = ("rounding", "contribution", "lambda")
+DEFAULT_TOL = 1e-2
+
+
+@dataclass(frozen=True)
+class CompactedLayer:
+    """One row of a `CompactReport`; `error` is the relative change of the layer's weight, as measured."""
+
+    name: str
+    ranks_before: tuple[int, ...]
+    ranks: tuple[int, ...]
+    parameters_before: int
+    parameters: int
+    error: float
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What `compact_` did. Prints as a table, with advice where something looks wrong."""
+
+    rule: str
+    tol: float
+    layers: tuple[CompactedLayer, ...]
+    parameters_before: int
+    parameters: int
+    notes: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rank fell."""
+        return any(layer.ranks != layer.ranks_before for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows = [
+            [row.name, " ".join(map(str, row.ranks_before)), " ".join(map(str, row.ranks)),
+             f"{row.parameters_before:,}", f"{row.parameters:,}", f"{row.error:.1e}"]
+            for row in self.layers
+        ]  # fmt: skip
+        rows.append(["whole model", "", "", f"{self.parameters_before:,}", f"{self.parameters:,}", ""])
+        header = ["layer", "ranks before", "ranks", "parameters before", "parameters", "error"]
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        return text_table(header, rows, left_columns=3) + notes
+
+
+@torch.no_grad()
+def compact_(
+    model: nn.Module,
+    tol: float | None = None,
+    rule: str = "rounding",
+    optimizer: torch.optim.Optimizer | None = None,
+) -> CompactReport:
+    """Cut the ranks that do not matter and make the cores physically smaller, in place.
+
+    Parameters keep their identity. A rank is never below 1. Calling it again on unchanged weights does nothing.
+
+    Args:
+        model: a model with TT layers.
+        tol: for "rounding" (default 1e-2) and "contribution" (default 1e-2) the relative error, in Frobenius norm, that
+            each layer's weight may suffer; for "lambda" (default 1e-2) the absolute threshold.
+        rule:
+            "rounding": TT rounding. Needs no lambda, sees only the weight, finds the smallest ranks for the tolerance.
+            It mixes the rank indices, so an optimiser's state for the cores cannot be kept.
+            "contribution": drops the rank indices whose exact contribution to the weight fits the tolerance. Keeps the
+            other slices as they are, so training goes on with the optimiser's state.
+            "lambda": the paper's rule, lambda above a threshold. Not the default, because lambda's scale is a gauge:
+            multiplying a core by c and its neighbour by 1/c leaves the network as it is and moves every lambda, so an
+            absolute threshold may cut a bond that matters (it keeps at least rank 1) and promises no error.
+        optimizer: the optimiser that holds the cores. With "contribution" and "lambda" its state is sliced along, with
+            "rounding" the state of the cores that changed starts anew.
+    """
+    if rule not in RULES:
+        raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
+    tol = DEFAULT_TOL if tol is None else tol
+    if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
+        raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
+    layers = tt_layers(model)
+    if not layers:
+        raise ConfigError("The model has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
+    plans = {name: _plan(name, layer, rule, tol) for name, layer in layers.items()}
+    if optimizer is not None:
+        _check_optimizer(optimizer, plans, layers)
+
+    before = count_parameters(model)
+    rows = []
+    for name, layer in layers.items():
+        ranks_before, parameters_before = layer.ranks, layer.parameters_left
+        plans[name].apply(layer, optimizer)
+        layer.compacted = (rule, tol, _fingerprint(layer))
+        rows.append(
+            CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
+        )
+    notes = _notes(rows, plans, rule)
+    return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
+
+
+@dataclass
+class _Plan:
+    """New cores for one layer; `keep` holds the surviving rank indices of every bond, if the rule slices."""
+
+    cores: list[Tensor]
+    error: float
+    keep: list[Tensor] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def apply(self, layer: TTLayer, optimizer: torch.optim.Optimizer | None) -> None:
+        parameters = list(layer.cores)
+        changed = [p.shape != new.shape for p, new in zip(parameters, self.cores, strict=True)]
+        if not any(changed):
+            return
+        grads = [p.grad for p in parameters]
+        layer.set_cores(self.cores)
+        state = layer.rank_state
+        if self.keep is None:
+            for parameter in parameters:
+                parameter.grad = None
+                if optimizer is not None:
+                    optimizer.state.pop(parameter, None)
+            if state is not None:
+                start = [core.new_zeros(core.shape[0]) for core in self.cores[1:]]
+                modes = shrinkage.conditional_mode(
+                    self.cores, start, shrinkage.GAMMA_SHAPE, shrinkage.GAMMA_RATE, shrinkage.FLOOR, sweeps=50
+                )
+                for bond, u in enumerate(modes, start=1):
+                    state.set_log_lambda(bond, u)
+            return
+        for k, parameter in enumerate(parameters):
+            if grads[k] is not None:
+                parameter.grad = self._slice(k, grads[k])
+            if optimizer is not None:
+                own = optimizer.state.get(parameter, {})
+                for key, value in own.items():
+                    if isinstance(value, Tensor) and value.ndim == parameter.ndim:
+                        own[key] = self._slice(k, value)
+        if state is not None:
+            for bond, (u, kept) in enumerate(zip(state.log_lambdas, self.keep, strict=True), start=1):
+                state.set_log_lambda(bond, u.index_select(0, kept))
+
+    def _slice(self, k: int, tensor: Tensor) -> Tensor:
+        """Cut a tensor shaped like core k to the surviving rank indices on both sides."""
+        assert self.keep is not None
+        if k > 0:
+            tensor = tensor.index_select(0, self.keep[k - 1])
+        return tensor.index_select(-1, self.keep[k]) if k < len(self.keep) else tensor
+
+
+def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
+    """Decide the new cores of one layer without touching it."""
+    cores = [core.detach() for core in layer.cores]
+    if not all(bool(torch.isfinite(core).all()) for core in cores):
+        raise ConfigError(
+            f"Layer {name!r} has NaN or infinite weights and cannot be compacted. "
+            "Go back to a checkpoint from before training diverged."
+        )
+    if layer.compacted == (rule, tol, _fingerprint(layer)):
+        return _Plan(cores, 0.0)
+    if rule == "rounding":
+        new = tt.balance(tt.round_cores(cores, tol))
+        if tt.ranks(new) == layer.ranks:
+            return _Plan(cores, 0.0)
+        return _Plan(new, _relative_error(cores, new))
+    notes: list[str] = []
+    if rule == "contribution":
+        keep = _kept_by_contribution(cores, tol)
+    else:
+        if layer.rank_state is None:
+            raise ConfigError(
+                f"rule='lambda' needs lambda and layer {name!r} has none. Train with a RankPrior, or use rule='rounding'."
+            )
+        keep = []
+        for bond, u in enumerate(layer.rank_state.log_lambdas, start=1):
+            kept = (u.exp() > tol).nonzero().flatten()
+            if len(kept) == 0:
+                kept = u.argmax()[None]
+                notes.append(
+                    f"bond {bond} of {name!r} collapsed: no lambda is above {tol}, rank 1 was kept. An absolute "
+                    "threshold depends on the gauge; use rule='rounding'."
+                )
+            keep.append(kept)
+    new = cores
+    for bond, kept in enumerate(keep, start=1):
+        new = tt.slice_bond(new, bond, kept)
+    return _Plan(new, _relative_error(cores, new), keep, notes)
+
+
+def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
+    """Rank indices to keep, bond after bond, such that all that is dropped has a norm of at most ``tol * norm``.
+
+    The error of dropping a set D at one bond is exact: the sum over D x D of the product of the two Gram matrices. The
+    errors of different bonds add at worst, so each bond may use an equal share of the tolerance.
+    """
+    cores = [core.double() for core in cores]
+    budget = tol * float(tt.norm(cores)) / max(len(cores) - 1, 1)
+    keep: list[Tensor] = []
+    for bond in range(1, len(cores)):
+        left, right = (grams[bond - 1] for grams in tt.grams(cores))
+        cross = left * right
+        order = cross.diagonal().argsort()  # least important first
+        sorted_cross = cross[order][:, order]
+        dropped = sorted_cross.cumsum(0).cumsum(1).diagonal().clamp_min(0.0).sqrt()  # error of dropping a prefix
+        count = min(int((dropped.cummax(0).values <= budget).sum()), len(order) - 1)
+        kept = order[count:].sort().values
+        keep.append(kept)
+        cores = tt.slice_bond(cores, bond, kept)
+    return keep
+
+
+def _relative_error(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
+    """Norm of the difference of two trains over the norm of the first, in double precision, without forming either."""
+    a, b = [core.double() for core in old], [core.double() for core in new]
+    size = float(tt.inner(a, a))
+    if size == 0.0:
+        return 0.0
+    return float(tt.norm(tt.subtract(a, b))) / math.sqrt(size)
+
+
+def _fingerprint(layer: TTLayer) -> tuple[float, ...]:
+    """Numbers that change when any core changes."""
+    return tuple(float(value) for core in layer.cores for value in (core.double().sum(), core.double().square().sum()))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, plans: dict[str, _Plan], layers: dict[str, TTLayer]) -> None:
+    """Refuse before any change what could not be carried along."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, layer in layers.items():
+        for k, core in enumerate(layer.cores):
+            if core.requires_grad and id(core) not in known:
+                raise ConfigError(
+                    f"The optimiser does not hold core {k} of layer {name!r}. Pass the one that trains it."
+                )
+            if plans[name].keep is None:
+                continue
+            for key, value in optimizer.state.get(core, {}).items():
+                if isinstance(value, Tensor) and value.ndim > 0 and value.shape != core.shape:
+                    raise ConfigError(
+                        f"The optimiser's state {key!r} for core {k} of layer {name!r} has shape {tuple(value.shape)}, "
+                        f"not the core's {tuple(core.shape)}, and cannot be sliced. Use rule='rounding', which starts "
+                        "the state anew."
+                    )
+
+
+def _notes(rows: Sequence[CompactedLayer], plans: dict[str, _Plan], rule: str) -> tuple[str, ...]:
+    notes = [note for plan in plans.values() for note in plan.notes]
+    if all(row.ranks == row.ranks_before for row in rows) and any(max(row.ranks) > 1 for row in rows):
+        notes.append(
+            "no rank moved. If this model was not compacted before: train longer or with a larger prior weight, check "
+            "that prior.loss() is in the loss and prior.step() is called after each optimiser step, or raise tol."
+        )
+    if rule != "lambda":
+        notes += [
+            f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, lower the prior weight."
+            for row in rows
+            if max(row.ranks) == 1 < max(row.ranks_before)
+        ]
+    return tuple(notes)

@@ -1,0 +1,212 @@
+"""`tensorize_`: a user's model in, the same model with tensor-train layers out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from bayestrain.errors import ConfigError, ConversionError
+from bayestrain.layers import TTConv2d, TTLinear
+from bayestrain.layers.start import INITS
+from bayestrain.tables import text_table
+
+FilterFn = Callable[[nn.Module, str], bool]
+LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class TensorizeConfig:
+    """How layers are converted.
+
+    Attributes:
+        max_rank: one number, or the tuple of inner ranks (then every converted layer must have that many bonds).
+        init: "he" or "paper" start at random with that variance; "svd" takes the layer's own weights by TT-SVD.
+        tol: relative error allowed to the TT-SVD; only with ``init="svd"``.
+        modes: ``{layer name: (in_modes, out_modes)}`` where the automatic choice should not be taken.
+    """
+
+    max_rank: int | tuple[int, ...] = 20
+    init: str = "he"
+    tol: float = 0.0
+    modes: Mapping[str, LayerModes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = (self.max_rank,) if isinstance(self.max_rank, int) else tuple(self.max_rank)
+        if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in ranks):
+            raise ConfigError(f"max_rank must be an integer of at least 1, or a tuple of them, got {self.max_rank!r}.")
+        if self.init not in (*INITS, "svd"):
+            raise ConfigError(f"init must be one of {(*INITS, 'svd')}, got {self.init!r}.")
+        if not 0.0 <= self.tol < 1.0:
+            raise ConfigError(f"tol is a relative error and must lie in [0, 1), got {self.tol}.")
+        if self.tol and self.init != "svd":
+            raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One row of a `TensorizeReport`."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    in_modes: tuple[int, ...]
+    out_modes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dense_parameters: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class TensorizeReport:
+    """What `tensorize_` did. Prints as a table."""
+
+    layers: tuple[ConvertedLayer, ...]
+    kept: tuple[tuple[str, str], ...]
+    """Layers that look convertible and were left dense, with the reason."""
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters of the converted layers before."""
+        return sum(layer.dense_parameters for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the converted layers now, at their starting ranks."""
+        return sum(layer.parameters for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows = [
+            [row.name, row.kind, _times(row.shape), _times(row.in_modes), _times(row.out_modes),
+             " ".join(map(str, row.ranks)), f"{row.dense_parameters:,}", f"{row.parameters:,}"]
+            for row in self.layers
+        ]  # fmt: skip
+        rows.append(["total", "", "", "", "", "", f"{self.dense_parameters:,}", f"{self.parameters:,}"])
+        header = ["layer", "kind", "shape", "in modes", "out modes", "ranks", "dense", "tensor train"]
+        table = text_table(header, rows, left_columns=6)
+        kept = "".join(f"\nkept dense: {name} ({reason})" for name, reason in self.kept)
+        return table + kept
+
+
+def tensorize_(
+    model: nn.Module, config: TensorizeConfig | None = None, filter_fn: FilterFn | None = None
+) -> TensorizeReport:
+    """Replace every `nn.Linear` and `nn.Conv2d` of `model` by its tensor-train twin, in place.
+
+    All layers are checked and built before the first one is replaced: an error leaves the model as it was.
+
+    Args:
+        model: any module; a layer used in several places stays one layer.
+        config: ranks, start and modes; `TensorizeConfig()` if left out.
+        filter_fn: ``filter_fn(module, name) -> bool`` picks among the linear and convolution layers. Left out: all.
+
+    Returns:
+        A report that prints as a table.
+    """
+    config = config or TensorizeConfig()
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    owners = _parameter_owners(names)
+
+    built: dict[nn.Module, TTLinear | TTConv2d] = {}
+    rows: list[ConvertedLayer] = []
+    kept: list[tuple[str, str]] = []
+    for module, (name, *_) in names.items():
+        if not _is_candidate(module):
+            continue
+        if filter_fn is not None and not filter_fn(module, name):
+            kept.append((name, "filter_fn said no"))
+        elif (
+            isinstance(module, nn.Linear | nn.Conv2d)
+            and type(module) not in (nn.Linear, nn.Conv2d)
+            and not _lazy(module)
+        ):
+            kept.append((name, f"{type(module).__name__} is a subclass whose users may rely on .weight"))
+        else:
+            dense = _check_convertible(module, name, owners)
+            built[module] = layer = _convert(dense, name, config)
+            rows.append(
+                ConvertedLayer(
+                    name, type(dense).__name__, tuple(dense.weight.shape), layer.in_modes, layer.out_modes,
+                    layer.ranks, layer.dense_parameters, layer.parameters_left,
+                )
+            )  # fmt: skip
+    unknown = set(config.modes) - {row.name for row in rows}
+    if unknown:
+        raise ConfigError(
+            f"modes names layers that are not converted: {sorted(unknown)}. Converted are {[row.name for row in rows]}."
+        )
+    if not built:
+        raise ConversionError(
+            "No layer matched, so nothing was converted. tensorize_ looks for nn.Linear and nn.Conv2d; "
+            + ("kept were: " + "; ".join(f"{n} ({why})" for n, why in kept) if kept else "this model has none")
+            + "."
+        )
+    for module, layer in built.items():
+        for name in names[module]:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, layer)
+    return TensorizeReport(tuple(rows), tuple(kept))
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    quantised = "quantized" in type(module).__module__ and type(module).__name__ in ("Linear", "Conv2d")
+    return isinstance(module, nn.Linear | nn.Conv2d) or quantised
+
+
+def _lazy(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+
+
+def _parameter_owners(names: Mapping[nn.Module, list[str]]) -> dict[int, list[str]]:
+    """For every parameter (by identity) the modules that hold it."""
+    owners: dict[int, list[str]] = {}
+    for module, (name, *_) in names.items():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[str]]) -> nn.Linear | nn.Conv2d:
+    """The module itself, or a `ConversionError` that says why it cannot become a tensor train and what to do."""
+
+    def refuse(why: str, advice: str) -> ConversionError:
+        return ConversionError(f"Cannot convert {name!r} ({type(module).__name__}): {why}. {advice}")
+
+    leave_out = f"Leave it dense with filter_fn=lambda module, name: name != {name!r}."
+    if name == "":
+        raise refuse(
+            "the model itself is the layer and cannot be replaced in place",
+            "Wrap it in nn.Sequential, or use TTLinear.from_dense / TTConv2d.from_dense.",
+        )
+    if _lazy(module):
+        raise refuse("it is lazy and has no weights yet", "Run one batch through the model first.")
+    weight = getattr(module, "weight", None)
+    plain = type(weight) is nn.Parameter and weight.is_floating_point()
+    if not plain or not isinstance(module, nn.Linear | nn.Conv2d):
+        raise refuse("it is quantised or its weight is not a plain floating point parameter", leave_out)
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        raise refuse(f"groups must be 1, got groups={module.groups}", leave_out)
+    for key, parameter in module.named_parameters(recurse=False):
+        if len(owners[id(parameter)]) > 1:
+            raise refuse(f"its {key} is shared with {owners[id(parameter)][1:]}", leave_out)
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            raise refuse(f"its {key} has NaN or infinite entries", "Repair or re-initialise the model first.")
+    return module
+
+
+def _convert(module: nn.Linear | nn.Conv2d, name: str, config: TensorizeConfig) -> TTLinear | TTConv2d:
+    in_modes, out_modes = config.modes.get(name, (None, None))
+    if isinstance(module, nn.Linear):
+        if config.init == "svd":
+            return TTLinear.from_dense(module, in_modes, out_modes, config.max_rank, config.tol)
+        return TTLinear.like(module, in_modes, out_modes, config.max_rank, config.init)
+    if config.init == "svd":
+        return TTConv2d.from_dense(module, in_modes, out_modes, config.max_rank, config.tol)
+    return TTConv2d.like(module, in_modes, out_modes, config.max_rank, config.init)
+
+
+def _times(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))

@@ -1,0 +1,24 @@
+"""The few exceptions BayesTrain raises on purpose.
+
+Every message states the rule, the value that broke it, and what to do next.
+"""
+
+
+class BayesTrainError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(BayesTrainError, ValueError):
+    """An argument or setting is outside what the function accepts."""
+
+
+class ShapeError(BayesTrainError, ValueError):
+    """Tensor shapes, modes or ranks do not fit each other."""
+
+
+class ConversionError(BayesTrainError, TypeError):
+    """A module cannot be turned into a tensor-train layer."""
+
+
+class DataError(BayesTrainError):
+    """A data set is missing, damaged or not the official one."""

@@ -1,0 +1,135 @@
+"""What all tensor-train layers share: cores whose ranks may change, and the state of their bonds."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain import tt
+from bayestrain.errors import ShapeError
+
+
+def replace_data(parameter: Tensor, value: Tensor) -> None:
+    """Give a leaf tensor new data of another shape, keeping its identity, which optimisers and EMA lists rely on.
+
+    While the loss of an earlier step is still alive, autograd remembers the old shape in the parameter's gradient
+    accumulator and would refuse the new one. It forgets it when the dtype changes, hence the detour.
+    """
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    parameter.grad = None
+    other = torch.float32 if value.dtype == torch.float64 else torch.float64
+    parameter.data = torch.empty(0, dtype=other, device=value.device)
+    parameter.data = value
+
+
+class RankState(nn.Module):
+    """``log lambda`` of every bond and the weight norm to hold, where one is held (else 0).
+
+    Attached to a layer by `RankPrior`, saved in the model's ``state_dict``, taken off again by `RankPrior.remove_`.
+    """
+
+    held_norm: Tensor
+
+    def __init__(self, ranks: Sequence[int], like: Tensor) -> None:
+        super().__init__()
+        self.bonds = len(ranks)
+        for k, rank in enumerate(ranks, start=1):
+            self.register_buffer(f"log_lambda_{k}", torch.zeros(rank, dtype=like.dtype, device=like.device))
+        self.register_buffer("held_norm", torch.zeros((), dtype=like.dtype, device=like.device))
+
+    @property
+    def log_lambdas(self) -> list[Tensor]:
+        """One vector per bond, in order."""
+        return [self.get_buffer(f"log_lambda_{k}") for k in range(1, self.bonds + 1)]
+
+    def set_log_lambda(self, bond: int, value: Tensor) -> None:
+        """Replace the vector of one bond; its length may change."""
+        setattr(self, f"log_lambda_{bond}", value)
+
+
+class TTLayer(nn.Module):
+    """A layer whose weight is a tensor train.
+
+    Parameters are `cores` and, perhaps, `bias`. A ``state_dict`` with other ranks than the layer's own loads: the cores
+    take the shapes they find, as long as the modes agree, so a compacted model can be loaded into a freshly built one.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, cores: Sequence[Tensor], bias: Tensor | None) -> None:
+        super().__init__()
+        tt.check(cores)
+        self.cores = nn.ParameterList([nn.Parameter(core) for core in cores])
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.rank_state: RankState | None = None
+        self.compacted: object = None
+        """What the last `compact_` left here; the same cores are not compacted twice."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, the two boundary ones included: ``(1, R_1, .., 1)``."""
+        return tt.ranks(list(self.cores))
+
+    @property
+    def outputs(self) -> int:
+        """Number of output features or channels."""
+        raise NotImplementedError
+
+    @property
+    def dense_parameters(self) -> int:
+        """Number of parameters of the dense layer this one stands for."""
+        raise NotImplementedError
+
+    @property
+    def parameters_left(self) -> int:
+        """Number of parameters of this layer, bias included, ``lambda`` not."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def _take_over(self, dense: nn.Linear | nn.Conv2d) -> Self:
+        """Copy what a dense layer keeps when its weight becomes a tensor train: bias, frozenness, training mode."""
+        if self.bias is not None and dense.bias is not None:
+            self.bias.data.copy_(dense.bias.detach())
+            self.bias.requires_grad_(dense.bias.requires_grad)
+        for core in self.cores:
+            core.requires_grad_(dense.weight.requires_grad)
+        return self.train(dense.training)
+
+    def attach_rank_state(self) -> RankState:
+        """Give the layer its ``lambda``, unless it has one."""
+        if self.rank_state is None:
+            self.rank_state = RankState(self.ranks[1:-1], self.cores[0])
+        return self.rank_state
+
+    @torch.no_grad()
+    def set_cores(self, cores: Sequence[Tensor]) -> None:
+        """Put other cores in place, perhaps with other ranks; the parameters keep their identity."""
+        tt.check(cores)
+        for own, new in zip(self.cores, cores, strict=True):
+            if own.shape[1:-1] != new.shape[1:-1]:
+                raise ShapeError(
+                    f"New cores must keep the modes {tuple(own.shape[1:-1])}, got {tuple(new.shape[1:-1])}."
+                )
+        for own, new in zip(self.cores, cores, strict=True):
+            if own.shape == new.shape:
+                own.copy_(new)
+            else:
+                replace_data(own, new.to(own))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
+        incoming = [state_dict[key] for key in keys if key in state_dict]
+        if [new.shape[1:-1] for new in incoming] == [own.shape[1:-1] for own in self.cores]:
+            self.set_cores([own.new_empty(new.shape) for own, new in zip(self.cores, incoming, strict=True)])
+            if f"{prefix}rank_state.held_norm" in state_dict:
+                self.rank_state = None
+                self.attach_rank_state()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def _saving(self) -> str:
+        """The part of ``repr`` that all layers share."""
+        left, dense = self.parameters_left, self.dense_parameters
+        return f"ranks={self.ranks}, parameters={left:,} of {dense:,} ({dense / left:.3g}x)"

@@ -1,0 +1,206 @@
+"""`TTConv2d`: a 2-d convolution whose kernel is a tensor train."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayestrain import modes as mode_tools
+from bayestrain import tt
+from bayestrain.errors import ConversionError, ShapeError
+from bayestrain.layers.base import TTLayer
+from bayestrain.layers.start import default_bias, start_variance
+
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+SPLIT_GAIN = 2.0
+"""The two-step convolution is only taken when it saves at least this factor of multiplications."""
+
+TWO_MODES_FROM = 16
+"""Channel counts from this one on are factored into two modes, smaller ones stay whole."""
+
+
+class TTConv2d(TTLayer):
+    """Drop-in for `nn.Conv2d` (``groups=1``) with the kernel as a tensor train.
+
+    The kernel, as ``(kh*kw, C, S)``, has one core for ``kh*kw``, one per input mode and one per output mode. The bond
+    between the last input core and the first output core cuts it in two, ``A[kh*kw, C, r] B[r, S]``: a convolution
+    with r filters, then a 1x1 convolution. That is how it runs when r is small; else the kernel is formed.
+
+    Args:
+        in_channels .. padding_mode, device, dtype: as for `nn.Conv2d`; `groups` must be 1.
+        in_modes, out_modes: factors of the channel counts, any number each; chosen automatically when left out.
+        max_rank: one number or the tuple of inner ranks; cut down to what the unfoldings can have.
+        init: "he" (variance ``2 / fan_in``) or "paper" (``sqrt(2 / Q)``, Q the number of entries).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        *,
+        in_modes: Sequence[int] | None = None,
+        out_modes: Sequence[int] | None = None,
+        max_rank: int | Sequence[int] = 20,
+        init: str = "he",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if groups != 1:
+            raise ConversionError(
+                f"TTConv2d needs groups=1, got groups={groups}. A grouped kernel is already small: leave it dense "
+                "(in tensorize_, with a filter_fn that returns False for it)."
+            )
+        # A kernel-less twin checks the arguments as PyTorch does and carries them.
+        template = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, 1, False, padding_mode, device="meta"
+        )
+        kh, kw = template.kernel_size[0], template.kernel_size[1]
+        ins = _channel_modes(in_channels, in_modes, "in_modes")
+        outs = _channel_modes(out_channels, out_modes, "out_modes")
+        sizes = (kh * kw, *ins, *outs)
+        inner = tt.feasible_ranks(sizes, max_rank)
+        fan_in = in_channels * kh * kw
+        variance = start_variance(init, fan_in=fan_in, entries=fan_in * out_channels)
+        cores = tt.random_cores([(size,) for size in sizes], inner, variance, dtype=dtype, device=device)
+        super().__init__(cores, default_bias(out_channels, fan_in, cores[0]) if bias else None)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size = (kh, kw)
+        self.stride = template.stride
+        self.padding = template.padding
+        self.dilation = template.dilation
+        self.groups = 1
+        self.padding_mode = padding_mode
+        self.in_modes, self.out_modes = ins, outs
+        self._edge = list(template._reversed_padding_repeated_twice)
+
+    @classmethod
+    def like(
+        cls,
+        dense: nn.Conv2d,
+        in_modes: Sequence[int] | None = None,
+        out_modes: Sequence[int] | None = None,
+        max_rank: int | Sequence[int] = 20,
+        init: str = "he",
+    ) -> Self:
+        """A layer of the same shape, settings, device and dtype with random cores and the dense layer's bias."""
+        layer = cls(
+            dense.in_channels, dense.out_channels, _pair(dense.kernel_size), _pair(dense.stride),
+            dense.padding if isinstance(dense.padding, str) else _pair(dense.padding), _pair(dense.dilation),
+            dense.groups, dense.bias is not None, dense.padding_mode, in_modes=in_modes, out_modes=out_modes,
+            max_rank=max_rank, init=init, device=dense.weight.device, dtype=dense.weight.dtype,
+        )  # fmt: skip
+        return layer._take_over(dense)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: nn.Conv2d,
+        in_modes: Sequence[int] | None = None,
+        out_modes: Sequence[int] | None = None,
+        max_rank: int | Sequence[int] | None = None,
+        tol: float = 0.0,
+    ) -> Self:
+        """The layer's own kernel by TT-SVD, to relative error `tol` and at most `max_rank`."""
+        weight = dense.weight.detach()
+        outs_in, ins_in = dense.out_channels, weight.shape[1]
+        ins = _channel_modes(ins_in, in_modes, "in_modes")
+        outs = _channel_modes(outs_in, out_modes, "out_modes")
+        kernel = weight.flatten(2).permute(2, 1, 0)  # (t, C, S)
+        kernel = F.pad(kernel, (0, math.prod(outs) - outs_in, 0, math.prod(ins) - ins_in))
+        cores = tt.tt_svd(kernel.reshape(kernel.shape[0], *ins, *outs), tol, max_rank)
+        layer = cls.like(dense, ins, outs, tt.ranks(cores)[1:-1])
+        layer.set_cores(cores)
+        return layer
+
+    @torch.no_grad()
+    def to_dense(self) -> nn.Conv2d:
+        """A plain `nn.Conv2d` that computes the same."""
+        like = self.cores[0]
+        dense = nn.Conv2d(
+            self.in_channels, self.out_channels, self.kernel_size, _pair(self.stride),
+            self.padding if isinstance(self.padding, str) else _pair(self.padding), _pair(self.dilation), 1,
+            self.bias is not None, self.padding_mode, device=like.device, dtype=like.dtype,
+        )  # fmt: skip
+        dense.weight.copy_(self.weight)
+        if self.bias is not None and dense.bias is not None:
+            dense.bias.copy_(self.bias)
+        return dense
+
+    @property
+    def middle_bond(self) -> int:
+        """The bond between input and output cores: its rank is the number of filters of the two-step form."""
+        return 1 + len(self.in_modes)
+
+    @property
+    def weight(self) -> Tensor:
+        """The full ``(S, C, kh, kw)`` kernel, formed anew at each access."""
+        first, second = self._halves()
+        kernel = first.permute(2, 1, 0).flatten(1).mT @ second  # (C*t, r) @ (r, S)
+        return kernel.mT.reshape(self.out_channels, self.in_channels, *self.kernel_size)
+
+    @property
+    def outputs(self) -> int:
+        return self.out_channels
+
+    @property
+    def dense_parameters(self) -> int:
+        return self.out_channels * (self.in_channels * math.prod(self.kernel_size) + (self.bias is not None))
+
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """``A (t, C, r)`` and ``B (r, S)`` with the padding of the channel modes cut off."""
+        cores, bond = list(self.cores), self.middle_bond
+        first = tt.merge(cores[:bond]).reshape(cores[0].shape[1], -1, cores[bond].shape[0])
+        second = tt.merge(cores[bond:]).squeeze(-1)
+        return first[:, : self.in_channels], second[:, : self.out_channels]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
+            raise ShapeError(
+                f"TTConv2d expects (batch, {self.in_channels}, height, width) or the same without batch, "
+                f"got {tuple(x.shape)}."
+            )
+        t, rank = math.prod(self.kernel_size), self.cores[self.middle_bond].shape[0]
+        two_step = rank * (t * self.in_channels + self.out_channels)
+        if two_step * SPLIT_GAIN > t * self.in_channels * self.out_channels:
+            with torch.autocast(x.device.type, enabled=False):
+                kernel = self.weight
+            return self._convolve(x, kernel, self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            first, second = self._halves()
+        filters = first.permute(2, 1, 0).reshape(rank, self.in_channels, *self.kernel_size)
+        return F.conv2d(self._convolve(x, filters, None), second.mT[:, :, None, None], self.bias)
+
+    def _convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve with this layer's stride, padding and dilation."""
+        padding: int | tuple[int, ...] | str = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._edge, mode=self.padding_mode), 0
+        return F.conv2d(x, kernel, bias, self.stride, padding, self.dilation)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding!r}, bias={self.bias is not None}, in_modes={self.in_modes}, "
+            f"out_modes={self.out_modes}, {self._saving()}"
+        )
+
+
+def _channel_modes(size: int, modes: Sequence[int] | None, what: str) -> tuple[int, ...]:
+    if modes is None:
+        return mode_tools.factor(size, 2 if size >= TWO_MODES_FROM else 1)
+    return mode_tools.check_modes(size, tuple(modes), what)
+
+
+def _pair(value: tuple[int, ...]) -> tuple[int, int]:
+    return value[0], value[1]

@@ -1,0 +1,88 @@
+"""Factor any positive size into modes: the small sizes whose product is (at least) the size.
+
+A tensor train of a 784 x 625 matrix needs 784 and 625 written as products of as many factors as there are cores.
+Sizes with large prime factors have no balanced exact factorisation; their product of modes is then a little larger
+than the size, and the layers hide the padding.
+"""
+
+import math
+from functools import lru_cache
+
+from bayestrain.errors import ConfigError, ShapeError
+
+PADDING_PENALTY = 1.3
+"""How much worse (in sum of modes) an exact factorisation may be before a padded one is preferred."""
+
+TYPICAL_MODE = 5.0
+"""The mode size that the automatic number of cores aims at; larger modes mean fewer cores."""
+
+MAX_CORES = 4
+
+
+def factor(size: int, count: int) -> tuple[int, ...]:
+    """Write `size` as a product of `count` modes, balanced, padded only where an exact product would be lopsided.
+
+    Among all tuples whose product is at least `size`, the one with the smallest sum of modes wins (the cost of a tensor
+    train grows with that sum), where a product that exceeds `size` pays `PADDING_PENALTY` and the excess itself.
+    Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
+    """
+    if size < 1 or count < 1:
+        raise ConfigError(f"A size and a number of modes must be at least 1, got size={size}, count={count}.")
+    ascending = _best_ascending(size, count)
+    return _alternate(ascending)
+
+
+def choose_count(*sizes: int) -> int:
+    """Number of cores for a matrix whose sides have these sizes: 2 to `MAX_CORES`, set by the smallest side."""
+    return max(2, min(MAX_CORES, round(math.log(max(min(sizes), 1)) / math.log(TYPICAL_MODE))))
+
+
+def check_modes(size: int, modes: tuple[int, ...], what: str) -> tuple[int, ...]:
+    """Return `modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste."""
+    modes = tuple(int(mode) for mode in modes)
+    if not modes or min(modes) < 1:
+        raise ShapeError(f"{what} must be positive integers, got {modes}.")
+    product = math.prod(modes)
+    if product < size:
+        raise ShapeError(
+            f"The product of {what} must be at least {size}, got {modes} with product {product}. "
+            f"Try {what}={factor(size, len(modes))}."
+        )
+    if any(product // mode * (mode - 1) >= size for mode in modes):
+        raise ShapeError(
+            f"{what} are larger than needed: {modes} has product {product} for a size of {size}, and a smaller mode "
+            f"would do. Try {what}={factor(size, len(modes))}."
+        )
+    return modes
+
+
+@lru_cache(maxsize=1024)
+def _best_ascending(size: int, count: int) -> tuple[int, ...]:
+    """Branch and bound over non-decreasing tuples of `count` modes with product >= `size`."""
+    best_score, best = math.inf, (size,) * count
+
+    def extend(chosen: tuple[int, ...], product: int) -> None:
+        nonlocal best_score, best
+        left = count - len(chosen)
+        smallest = chosen[-1] if chosen else 1
+        if left == 1:
+            modes = (*chosen, max(smallest, -(-size // product)))
+            total = math.prod(modes)
+            score = sum(modes) * (1.0 if total == size else PADDING_PENALTY * total / size)
+            if score < best_score:
+                best_score, best = score, modes
+            return
+        rest = max(size / product, 1.0)
+        for mode in range(smallest, math.ceil(rest ** (1 / left)) + 1):
+            bound = sum(chosen) + mode + (left - 1) * max(rest / mode, 1.0) ** (1 / (left - 1))
+            if bound < best_score:
+                extend((*chosen, mode), product * mode)
+
+    extend((), 1)
+    return best
+
+
+def _alternate(ascending: tuple[int, ...]) -> tuple[int, ...]:
+    """Largest, smallest, second largest, second smallest, ..."""
+    pool = list(ascending)
+    return tuple(pool.pop(-1 if i % 2 == 0 else 0) for i in range(len(pool)))

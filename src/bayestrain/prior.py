@@ -1,0 +1,223 @@
+"""`RankPrior`: the prior over a model's weights that lets tensor-train ranks choose themselves."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bayestrain import shrinkage, tt
+from bayestrain.batchnorm import normalised_layers
+from bayestrain.errors import ConfigError
+from bayestrain.layers import TTLayer
+
+UPDATES = ("newton", "gradient")
+
+
+class RankPrior:
+    """Gaussian-Gamma prior on every TT layer, Normal(0, `other_variance`) on every other trainable parameter.
+
+    Use it in any training loop::
+
+        loss = F.cross_entropy(model(x), y) + prior.loss()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        prior.step()
+
+    Args:
+        model: a model with TT layers. ``log lambda`` is attached to them and saved in the model's ``state_dict``.
+        num_data: number of training data; the prior is divided by it, because the loss is a mean over data.
+        a, b: shape and rate of the Gamma prior on every lambda.
+        weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.
+        warmup_steps: the weight rises linearly from 0 over this many calls of `step`.
+        update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
+        rate: step size of the gradient update.
+        floor: smallest lambda of a bond, relative to its largest.
+        other_variance: prior variance of all parameters outside of TT cores.
+        start: value every lambda starts with.
+        hold_scale: names of the layers whose weight norm is held, because a batch norm behind them makes it free;
+            "auto" finds them. Their cores are rescaled together, lambda and the batch norm's statistics along with
+            them, so that nothing but the gauge changes.
+        balance_every: every so many steps all layers are put into the balanced gauge (`tt.balance`), where each rank
+            index stands for one singular value and lambda can see it. The network does not change; ranks are found
+            sooner and more surely. 0 switches it off.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_data: int,
+        *,
+        a: float = shrinkage.GAMMA_SHAPE,
+        b: float = shrinkage.GAMMA_RATE,
+        weight: float = 1.0,
+        warmup_steps: int = 0,
+        update: str = "newton",
+        rate: float = 0.1,
+        floor: float = shrinkage.FLOOR,
+        other_variance: float = 100.0,
+        start: float = 1.0,
+        hold_scale: str | Iterable[str] = "auto",
+        balance_every: int = 100,
+    ) -> None:
+        if num_data < 1:
+            raise ConfigError(f"num_data must be the number of training data, at least 1, got {num_data}.")
+        for name, value in (("a", a), ("b", b), ("rate", rate), ("other_variance", other_variance), ("start", start)):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be positive, got {value}.")
+        for name, value in (("weight", weight), ("warmup_steps", warmup_steps), ("balance_every", balance_every)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} cannot be negative, got {value}.")
+        if update not in UPDATES:
+            raise ConfigError(f"update must be one of {UPDATES}, got {update!r}.")
+        if not 0 < floor < 1:
+            raise ConfigError(f"floor is relative to the largest lambda and must lie in (0, 1), got {floor}.")
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, TTLayer)}
+        if not layers:
+            raise ConfigError("The model has no tensor-train layer. Call bayestrain.tensorize_(model) first.")
+        norms = _norms_to_hold(model, layers, hold_scale)
+
+        self.model = model
+        self.num_data = num_data
+        self.a, self.b = a, b
+        self.weight = weight
+        self.warmup_steps = warmup_steps
+        self.update = update
+        self.rate = rate
+        self.floor = floor
+        self.other_variance = other_variance
+        self.layers = layers
+        self.held = norms
+        self.balance_every = balance_every
+        self.steps = 0
+        with torch.no_grad():
+            for name, layer in layers.items():
+                if layer.rank_state is not None:
+                    continue
+                state = layer.attach_rank_state()
+                for u in state.log_lambdas:
+                    u.fill_(math.log(start))
+                if name in norms:
+                    state.held_norm.copy_(tt.norm(list(layer.cores)))
+
+    @property
+    def current_weight(self) -> float:
+        """The weight that `loss` applies now, warm-up included."""
+        return self.weight * min(1.0, self.steps / self.warmup_steps) if self.warmup_steps else self.weight
+
+    def log_prob(self) -> Tensor:
+        """``log p`` of all parameters and lambdas, unweighted, every constant included."""
+        terms = [
+            shrinkage.log_prob(list(layer.cores), state.log_lambdas, self.a, self.b)
+            for layer in self.layers.values()
+            if (state := layer.rank_state) is not None
+        ]
+        cores = {id(core) for layer in self.layers.values() for core in layer.cores}
+        others = [p.flatten() for p in self.model.parameters() if p.requires_grad and id(p) not in cores]
+        if others:
+            flat = torch.cat(others)
+            normaliser = flat.numel() * math.log(2 * math.pi * self.other_variance)
+            terms.append(-0.5 * (flat.square().sum() / self.other_variance + normaliser))
+        return torch.stack(terms).sum()
+
+    def loss(self) -> Tensor:
+        """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
+        return self.log_prob() * (-self.current_weight / self.num_data)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After the optimiser's step: move every lambda, keep its floor, hold the scales that are free."""
+        self.steps += 1
+        balance = self.balance_every > 0 and self.steps % self.balance_every == 0
+        for name, layer in self.layers.items():
+            if name in self.held:
+                _hold_scale(layer, self.held[name])
+            if balance:
+                self._balance(layer)
+            self._update_lambdas(layer)
+
+    def _balance(self, layer: TTLayer) -> None:
+        """Change to the balanced gauge; lambda moves to where the new cores want it."""
+        assert layer.rank_state is not None
+        layer.set_cores(tt.balance(list(layer.cores)))
+        us = layer.rank_state.log_lambdas
+        moved = shrinkage.conditional_mode(list(layer.cores), us, self.a, self.b, self.floor, sweeps=10)
+        for u, new in zip(us, moved, strict=True):
+            u.copy_(new)
+
+    def _update_lambdas(self, layer: TTLayer) -> None:
+        assert layer.rank_state is not None
+        cores, us = list(layer.cores), layer.rank_state.log_lambdas
+        energies = shrinkage.slice_energies(cores)
+        sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
+        for bond, u in enumerate(us, start=1):
+            terms = shrinkage.conditional(energies, sizes, us, bond, self.a)
+            if self.update == "newton":
+                moved = shrinkage.newton_step(u, *terms, self.b)
+            else:
+                moved = shrinkage.gradient_step(u, *terms, self.b, self.rate)
+            u.copy_(shrinkage.apply_floor(moved, self.floor))
+
+    def lambdas(self) -> dict[str, list[Tensor]]:
+        """``{layer name: [lambda of every bond]}``, as copies."""
+        return {
+            name: [u.detach().exp() for u in layer.rank_state.log_lambdas]
+            for name, layer in self.layers.items()
+            if layer.rank_state is not None
+        }
+
+    def remove_(self) -> None:
+        """Take lambda off the model: what is left is what a user deploys."""
+        for layer in self.layers.values():
+            layer.rank_state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the prior itself must remember to go on; lambda is in the model's ``state_dict``."""
+        return {"steps": self.steps, "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved `state_dict`."""
+        self.steps, self.weight = int(state["steps"]), float(state["weight"])
+
+
+def _norms_to_hold(
+    model: nn.Module, layers: dict[str, TTLayer], hold_scale: str | Iterable[str]
+) -> dict[str, list[_BatchNorm]]:
+    """The layers to hold, each with the batch norms behind it that no other layer feeds."""
+    found = normalised_layers(model)
+    if hold_scale == "auto":
+        wanted = set(found)
+    else:
+        wanted = {hold_scale} if isinstance(hold_scale, str) else set(hold_scale)
+        if unknown := wanted - set(layers):
+            raise ConfigError(f"hold_scale names no TT layer: {sorted(unknown)}. There are {sorted(layers)}.")
+    feeders: dict[str, int] = {}
+    for norm_names in found.values():
+        for norm_name in norm_names:
+            feeders[norm_name] = feeders.get(norm_name, 0) + 1
+    held: dict[str, list[_BatchNorm]] = {}
+    for name in layers:
+        if name in wanted:
+            norms = (model.get_submodule(n) for n in found.get(name, []) if feeders[n] == 1)
+            held[name] = [norm for norm in norms if isinstance(norm, _BatchNorm)]
+    return held
+
+
+def _hold_scale(layer: TTLayer, norms: list[_BatchNorm]) -> None:
+    """Bring the weight back to its held norm: cores, lambda, bias and running statistics move together."""
+    assert layer.rank_state is not None
+    cores = list(layer.cores)
+    size = tt.norm(cores)
+    factor = torch.where(size > 0, layer.rank_state.held_norm / size, torch.ones_like(size))
+    per_core = factor ** (1 / len(cores))
+    for core in cores:
+        core.mul_(per_core)
+    for u in layer.rank_state.log_lambdas:
+        u.add_(per_core.log())
+    if layer.bias is not None:
+        layer.bias.mul_(factor)
+    for norm in norms:
+        if norm.running_mean is not None and norm.running_var is not None:
+            norm.running_mean.mul_(factor)
+            norm.running_var.mul_(factor.square())
