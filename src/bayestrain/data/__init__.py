@@ -1,0 +1,23 @@
+"""Data sets: `load` gives one by name, `get` only fetches it, `catalog` lists them.
+
+`Images` and `Splits` are what `load` returns; `pad_crop`, `shift` and `flip` augment whole batches.
+"""
+
+from bayestrain.data.augment import flip, pad_crop, shift
+from bayestrain.data.fetch import Entry, Found, cache_folder, catalog, get
+from bayestrain.data.images import Images, Splits
+from bayestrain.data.loading import load
+
+__all__ = [
+    "Entry",
+    "Found",
+    "Images",
+    "Splits",
+    "cache_folder",
+    "catalog",
+    "flip",
+    "get",
+    "load",
+    "pad_crop",
+    "shift",
+]

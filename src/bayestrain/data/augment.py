@@ -1,0 +1,65 @@
+"""Random changes to whole batches of images, on whatever device the batch is.
+
+Each function takes and returns a batch (N, C, H, W), draws one random number or pair per image from
+`generator`, and moves all images at once. The generator may live on another device than the images: with
+one CPU generator the same seed gives the same augmentation on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from bayestrain.errors import ConfigError
+
+
+def pad_crop(images: Tensor, pad: int, generator: Generator | None = None) -> Tensor:
+    """Pad every side by `pad` zeros and cut a random window of the original size out of each image.
+
+    The offset of the window is uniform on 0 ... 2 pad, for rows and columns independently.
+    """
+    n, _, height, width = _checked(images)
+    if pad < 0:
+        raise ConfigError(f"pad must be 0 or more pixels, not {pad}")
+    top = _integers(images, 2 * pad + 1, generator)
+    left = _integers(images, 2 * pad + 1, generator)
+    padded = F.pad(images, (pad, pad, pad, pad))
+    image = torch.arange(n, device=images.device)[:, None, None]  # (N, 1, 1)
+    rows = (top[:, None] + torch.arange(height, device=images.device))[:, :, None]  # (N, H, 1)
+    columns = (left[:, None] + torch.arange(width, device=images.device))[:, None, :]  # (N, 1, W)
+    # The three indices broadcast to (N, H, W); channels, indexed by a slice between them, come out last.
+    return padded[image, :, rows, columns].permute(0, 3, 1, 2).contiguous()
+
+
+def shift(images: Tensor, pixels: int, generator: Generator | None = None) -> Tensor:
+    """Move each image by up to `pixels` along each axis, uniformly; what is uncovered becomes zero.
+
+    A window cut at random from the padded image is the image moved the other way, so this is `pad_crop`
+    under the name it has for digits.
+    """
+    return pad_crop(images, pixels, generator)
+
+
+def flip(images: Tensor, generator: Generator | None = None) -> Tensor:
+    """Mirror each image left to right with probability one half."""
+    _checked(images)
+    mirrored = _integers(images, 2, generator).bool()
+    return torch.where(mirrored[:, None, None, None], images.flip(3), images)
+
+
+def _integers(images: Tensor, high: int, generator: Generator | None) -> Tensor:
+    """One integer of 0 ... high - 1 per image, drawn where the generator lives, moved to the images."""
+    device = images.device if generator is None else generator.device
+    drawn = torch.randint(high, (images.shape[0],), generator=generator, device=device)
+    return drawn.to(images.device)
+
+
+def _checked(images: Tensor) -> tuple[int, int, int, int]:
+    if images.dim() != 4:
+        raise ConfigError(
+            f"augmentation takes a batch of images (N, C, H, W), not a tensor of shape {tuple(images.shape)}. "
+            "For one image, add the batch axis with image[None]"
+        )
+    n, channels, height, width = images.shape
+    return n, channels, height, width

@@ -1,0 +1,80 @@
+"""Batched augmentation equals a slow loop over single images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bayestrain import data
+from bayestrain.errors import ConfigError
+
+
+def moved(image: Tensor, down: int, right: int) -> Tensor:
+    """The obvious way: copy pixel by pixel, leave zero what comes from outside."""
+    out = torch.zeros_like(image)
+    height, width = image.shape[1:]
+    for row in range(height):
+        for column in range(width):
+            if 0 <= row - down < height and 0 <= column - right < width:
+                out[:, row, column] = image[:, row - down, column - right]
+    return out
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6)),
+    st.integers(0, 7),
+    st.integers(0, 2**31),
+)
+def test_pad_crop_and_shift_equal_the_slow_reference(shape: tuple[int, ...], pad: int, seed: int) -> None:
+    images = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    twin = torch.Generator().manual_seed(seed)
+    tops = torch.randint(2 * pad + 1, shape[:1], generator=twin)
+    lefts = torch.randint(2 * pad + 1, shape[:1], generator=twin)
+    expected = torch.stack(
+        [moved(image, pad - int(t), pad - int(s)) for image, t, s in zip(images, tops, lefts, strict=True)]
+    )
+    for augment in (data.pad_crop, data.shift):
+        assert torch.equal(augment(images, pad, torch.Generator().manual_seed(seed)), expected)
+
+
+def test_flip_equals_the_slow_reference() -> None:
+    images = data.load("mnist-mini").test.images[:64]
+    coins = torch.randint(2, (64,), generator=torch.Generator().manual_seed(3))
+    expected = torch.stack([image.flip(2) if coin else image for image, coin in zip(images, coins, strict=True)])
+    assert torch.equal(data.flip(images, torch.Generator().manual_seed(3)), expected)
+
+
+def test_the_draws_are_uniform_and_independent() -> None:
+    dot = torch.zeros(18_000, 1, 5, 5)
+    dot[:, 0, 2, 2] = 1
+    where = data.shift(dot, 1, torch.Generator().manual_seed(0)).flatten(1).argmax(1)
+    counts = where.bincount(minlength=25).reshape(5, 5)
+    assert counts[1:4, 1:4].sum() == 18_000
+    chi_square = ((counts[1:4, 1:4] - 2000) ** 2 / 2000).sum()
+    assert chi_square < 27.9  # 8 degrees of freedom, p = 0.0005
+    right = data.flip(torch.eye(2).expand(10_000, 1, 2, 2), torch.Generator().manual_seed(0))[:, 0, 0, 1].sum()
+    assert abs(right - 5_000) < 200  # four standard deviations
+
+
+def test_type_and_generator_are_respected() -> None:
+    images = data.load("mnist-mini").train.images[:16]
+    generator = torch.Generator().manual_seed(1)
+    first, second = data.shift(images, 2, generator), data.shift(images, 2, generator)
+    assert first.dtype == torch.uint8
+    assert not torch.equal(first, second)
+    assert torch.equal(first, data.shift(images, 2, torch.Generator().manual_seed(1)))
+    torch.manual_seed(5)
+    global_first = data.flip(images)
+    torch.manual_seed(5)
+    assert torch.equal(global_first, data.flip(images))
+
+
+def test_one_image_and_a_negative_pad_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a batch of images .* not a tensor of shape \(1, 28, 28\).*image\[None\]"):
+        data.flip(torch.zeros(1, 28, 28))
+    with pytest.raises(ConfigError, match="pad must be 0 or more pixels, not -1"):
+        data.pad_crop(torch.zeros(1, 1, 4, 4), -1)
