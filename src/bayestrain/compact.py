@@ -179,7 +179,8 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
     else:
         if layer.rank_state is None:
             raise ConfigError(
-                f"rule='lambda' needs lambda and layer {name!r} has none. Train with a RankPrior, or use rule='rounding'."
+                f"rule='lambda' needs lambda and layer {name!r} has none. "
+                "Train with a RankPrior, or use rule='rounding'."
             )
         keep = []
         for bond, u in enumerate(layer.rank_state.log_lambdas, start=1):

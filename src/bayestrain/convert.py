@@ -190,8 +190,8 @@ def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[s
     if isinstance(module, nn.Conv2d) and module.groups != 1:
         raise refuse(f"groups must be 1, got groups={module.groups}", leave_out)
     for key, parameter in module.named_parameters(recurse=False):
-        if len(owners[id(parameter)]) > 1:
-            raise refuse(f"its {key} is shared with {owners[id(parameter)][1:]}", leave_out)
+        if others := [owner for owner in owners[id(parameter)] if owner != name]:
+            raise refuse(f"its {key} is shared with {others}", leave_out)
         if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
             raise refuse(f"its {key} has NaN or infinite entries", "Repair or re-initialise the model first.")
     return module

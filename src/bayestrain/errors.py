@@ -22,3 +22,7 @@ class ConversionError(BayesTrainError, TypeError):
 
 class DataError(BayesTrainError):
     """A data set is missing, damaged or not the official one."""
+
+
+class ReportError(BayesTrainError):
+    """A run folder cannot be turned into a report."""

@@ -9,6 +9,7 @@ core ``k`` of the Python list. Functions return new tensors and never change the
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from bayestrain.errors import ConfigError, ShapeError
 
 Cores = Sequence[Tensor]
+
+RESCALE_EVERY = 8
+"""`norm` takes the scale out of its running product after so many cores; shorter trains do without."""
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -48,16 +52,15 @@ def feasible_ranks(sizes: Sequence[int], max_rank: int | Sequence[int] | None = 
     """
     bonds = len(sizes) - 1
     if max_rank is None:
-        wanted = [math.prod(sizes)] * bonds
-    elif isinstance(max_rank, int):
-        wanted = [max_rank] * bonds
-    else:
-        wanted = [int(rank) for rank in max_rank]
-        if len(wanted) != bonds:
-            raise ShapeError(f"max_rank must be one number or {bonds} inner ranks, got {tuple(wanted)}.")
-    if any(rank < 1 for rank in wanted):
-        raise ConfigError(f"max_rank must be at least 1, got {max_rank}.")
-    inner = [1, *wanted, 1]
+        max_rank = math.prod(sizes)
+    wanted = list(max_rank) if isinstance(max_rank, Sequence) else [max_rank] * bonds
+    if len(wanted) != bonds:
+        raise ShapeError(f"max_rank must be one number or {bonds} inner ranks, got {tuple(wanted)}.")
+    if any(isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1 for rank in wanted):
+        raise ConfigError(
+            f"max_rank must be an integer of at least 1, or a tuple of them, got {max_rank!r}. Try max_rank=20."
+        )
+    inner = [1, *map(int, wanted), 1]
     for k in range(1, bonds + 1):
         inner[k] = min(inner[k], inner[k - 1] * sizes[k - 1])
     for k in range(bonds, 0, -1):
@@ -115,19 +118,26 @@ def matrix_to_tensor(matrix: Tensor, out_modes: Sequence[int], in_modes: Sequenc
 def tt_svd(tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
     """Three-way cores of `tensor` with ``norm(error) <= tol * norm(tensor)`` and ranks as small as that allows.
 
-    `max_rank` (one number or one per bond) is a hard cap and wins over `tol`. Oseledets 2011, algorithm 1.
+    `max_rank` (one number or one per bond) is a hard cap and wins over `tol`. Half precision is computed in single.
+    Oseledets 2011, algorithm 1.
     """
     caps = feasible_ranks(tensor.shape, max_rank)
-    budget = _bond_budget(torch.linalg.vector_norm(tensor), tol, len(caps))
+    dtype = tensor.dtype
+    tensor = tensor.to(torch.promote_types(dtype, torch.float32))
+    largest = tensor.abs().amax()
+    if not bool(largest.isfinite()):
+        raise ConfigError("A tensor with NaN or infinite entries has no TT-SVD. Repair or re-initialise it first.")
+    scale = torch.where(largest > 0, largest, torch.ones_like(largest))  # the squares of the entries stay in range
+    budget = _bond_budget(torch.linalg.vector_norm(tensor / scale), tol, len(caps))
     cores: list[Tensor] = []
-    rest, left = tensor.reshape(1, -1), 1
+    rest, left = (tensor / scale).reshape(1, -1), 1
     for size, cap in zip(tensor.shape[:-1], caps, strict=True):
         u, s, vh = torch.linalg.svd(rest.reshape(left * size, -1), full_matrices=False)
         rank = _kept(s, budget, cap)
         cores.append(u[:, :rank].reshape(left, size, rank))
         rest, left = s[:rank, None] * vh[:rank], rank
-    cores.append(rest.reshape(left, tensor.shape[-1], 1))
-    return cores
+    cores.append((rest * scale).reshape(left, tensor.shape[-1], 1))
+    return [core.to(dtype) for core in cores]
 
 
 def round_cores(cores: Cores, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
@@ -217,11 +227,22 @@ def inner(a: Cores, b: Cores) -> Tensor:
 
 def norm(cores: Cores) -> Tensor:
     """Frobenius norm of the full tensor. Differentiable away from zero."""
-    return inner(cores, cores).clamp_min(0.0).sqrt()
+    gram = cores[0].new_ones(1, 1)
+    log_scale = cores[0].new_zeros(())
+    for k, core in enumerate(cores):
+        if k % RESCALE_EVERY == RESCALE_EVERY - 1:  # a long product of squares would leave the range
+            size = gram.detach().diagonal().sum()
+            size = torch.where(size > 0, size, torch.ones_like(size))
+            gram, log_scale = gram / size, log_scale + size.log()
+        gram = _gram_right(gram, core, core)
+    root = gram.squeeze().clamp_min(0.0).sqrt()
+    return root if len(cores) < RESCALE_EVERY else root * (0.5 * log_scale).exp()
 
 
 def subtract(a: Cores, b: Cores) -> list[Tensor]:
-    """The train of ``a - b``, with ranks added up."""
+    """The train of ``a - b``, with ranks added up and every core flattened to three ways."""
+    if len(a) == len(b) == 1:
+        return [_flat(a[0]) - _flat(b[0])]
     first = torch.cat([_flat(a[0]), _flat(b[0])], dim=2)
     last = torch.cat([_flat(a[-1]), -_flat(b[-1])], dim=0)
     middle = []
@@ -250,7 +271,8 @@ def contributions(cores: Cores) -> list[Tensor]:
     part's row r. Unlike a slice's own norm this does not depend on how the scale is spread over the cores.
     """
     return [
-        (left.diagonal() * right.diagonal()).clamp_min(0.0).sqrt() for left, right in zip(*grams(cores), strict=True)
+        left.diagonal().clamp_min(0.0).sqrt() * right.diagonal().clamp_min(0.0).sqrt()
+        for left, right in zip(*grams(cores), strict=True)
     ]
 
 
@@ -294,9 +316,9 @@ def balance(cores: Cores, live: float = 1e-3) -> list[Tensor]:
 
     With P the Gram matrix of the left part's columns and Q that of the right part's rows, the gauge T of a bond makes
     ``T^t P T`` and ``T^-1 Q T^-t`` one and the same diagonal matrix, the singular values. Only small matrices are
-    decomposed. Indices that contribute less than `live` of the bond's largest contribution are left as they are, and the
-    new indices are ordered and signed to stay as close as possible to the old ones: an optimiser's moments keep most of
-    their meaning.
+    decomposed. Indices that contribute less than `live` of the bond's largest contribution are left as they are, and
+    the new indices are ordered and signed to stay as close as possible to the old ones: an optimiser's moments keep
+    most of their meaning.
     """
     result = [core.double() for core in cores]
     gauges = [_balancing_gauge(left, right, live) for left, right in zip(*grams(result), strict=True)]
@@ -323,7 +345,7 @@ def _balancing_gauge(left: Tensor, right: Tensor, live: float) -> Tensor:
 
 
 def _nearest_order(turn: Tensor) -> Tensor:
-    """Permute and sign the columns, the largest entries first, so that the matrix is as close to the identity as can be."""
+    """Permute and sign the columns, largest entries first, to bring the matrix as close to the identity as can be."""
     likeness = (turn / torch.linalg.vector_norm(turn, dim=0)).abs().cpu()
     column_for_row = [0] * len(likeness)
     for _ in range(len(likeness)):

@@ -1,0 +1,195 @@
+"""`RankPrior` in a user's loop: what it adds to the loss, what it does after a step, and what it saves."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+import bayestrain as bt
+from bayestrain import shrinkage, tt
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        bt.TTLinear(12, 8, in_modes=(4, 3), out_modes=(4, 2), max_rank=5), nn.ReLU(), nn.Linear(8, 3)
+    ).double()
+
+
+def conv_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        bt.TTConv2d(4, 6, 3, padding=1, max_rank=4),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        bt.TTConv2d(6, 4, 3, padding=1, max_rank=4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 25, 3),
+    )
+
+
+def test_loss_is_minus_weight_log_p_over_n() -> None:
+    model = small_model()
+    prior = bt.RankPrior(model, num_data=50, weight=0.5, other_variance=100.0)
+    layer = model[0]
+    others = [layer.bias, model[2].weight, model[2].bias]
+    expected = shrinkage.log_prob(list(layer.cores), [torch.zeros(5).double()], 1.0, 5.0) + sum(
+        Normal(0.0, 10.0).log_prob(p).sum() for p in others
+    )
+    torch.testing.assert_close(prior.log_prob(), expected)
+    torch.testing.assert_close(prior.loss(), -0.5 * expected / 50)
+
+
+def test_frozen_parameters_have_no_prior() -> None:
+    model = small_model()
+    full = bt.RankPrior(model, num_data=1).log_prob()
+    model[2].weight.requires_grad_(False)
+    left_out = Normal(0.0, 10.0).log_prob(model[2].weight).sum()
+    torch.testing.assert_close(bt.RankPrior(model, num_data=1).log_prob(), full - left_out)
+
+
+def test_warmup_raises_the_weight_linearly() -> None:
+    prior = bt.RankPrior(small_model(), num_data=10, weight=0.8, warmup_steps=4)
+    weights = []
+    for _ in range(6):
+        weights.append(prior.current_weight)
+        prior.step()
+    assert weights == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 0.8])
+
+
+@pytest.mark.parametrize("update", ["newton", "gradient"])
+def test_step_moves_lambda_to_its_conditional_mode(update: str) -> None:
+    model = small_model()
+    prior = bt.RankPrior(model, num_data=10, update=update, balance_every=0, floor=1e-6)
+    for _ in range(2000):
+        prior.step()
+    cores = [core.detach() for core in model[0].cores]
+    expected = shrinkage.conditional_mode(cores, [torch.zeros(5).double()], 1.0, 5.0, 1e-6, sweeps=100)
+    torch.testing.assert_close(model[0].rank_state.log_lambdas[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+def test_balancing_changes_the_gauge_and_not_the_network() -> None:
+    model = small_model()
+    x = torch.randn(7, 12).double()
+    before = model(x).detach()
+    prior = bt.RankPrior(model, num_data=10, balance_every=1)
+    old = [core.clone() for core in model[0].cores]
+    prior.step()
+    torch.testing.assert_close(model(x).detach(), before, rtol=1e-10, atol=1e-10)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(old, model[0].cores, strict=True))
+    (left,), (right,) = tt.grams([core.detach() for core in model[0].cores])
+    torch.testing.assert_close(left, right)
+    torch.testing.assert_close(left, left.diagonal().diag())
+
+
+def test_layers_before_a_batch_norm_are_found_and_held_without_changing_the_function() -> None:
+    model = conv_model().double()
+    prior = bt.RankPrior(model, num_data=10)
+    assert list(prior.held) == ["0"]
+    x = torch.randn(8, 4, 5, 5).double()
+    model(x)  # running statistics of its own
+    norm = model[0].weight.detach().norm()
+    model[1].eps = 1e-12
+    with torch.no_grad():
+        for core in model[0].cores:
+            core.mul_(1.3)
+    model.eval()
+    drifted = model(x).detach()
+    model.train()
+    drifted_training = copy.deepcopy(model)(x).detach()
+    prior.step()
+    torch.testing.assert_close(model[0].weight.detach().norm(), norm)
+    model.eval()
+    torch.testing.assert_close(model(x).detach(), drifted, rtol=1e-8, atol=1e-8)
+    model.train()
+    torch.testing.assert_close(model(x).detach(), drifted_training, rtol=1e-8, atol=1e-8)
+
+
+def test_scale_can_be_told_and_unknown_names_are_refused() -> None:
+    assert list(bt.RankPrior(conv_model(), num_data=10, hold_scale=()).held) == []
+    assert list(bt.RankPrior(conv_model(), num_data=10, hold_scale=["3"]).held) == ["3"]
+    with pytest.raises(bt.BayesTrainError, match=r"hold_scale names no TT layer: \['nope'\]"):
+        bt.RankPrior(conv_model(), num_data=10, hold_scale=["nope"])
+
+
+def test_lambda_is_saved_with_the_model_and_taken_off_for_deployment() -> None:
+    model = small_model()
+    names = set(model.state_dict())
+    prior = bt.RankPrior(model, num_data=10, start=0.3)
+    assert float(prior.lambdas()["0"][0][0]) == pytest.approx(0.3)
+    prior.step()
+    saved = model.state_dict()
+    assert any("log_lambda" in key for key in saved)
+    fresh = small_model()
+    fresh.load_state_dict(saved)
+    again = bt.RankPrior(fresh, num_data=10)
+    torch.testing.assert_close(again.lambdas()["0"][0], prior.lambdas()["0"][0])
+    prior.remove_()
+    assert set(model.state_dict()) == names
+
+
+def test_a_second_prior_goes_on_with_the_lambda_that_is_there() -> None:
+    model = small_model()
+    first = bt.RankPrior(model, num_data=10)
+    first.step()
+    before = [u.clone() for u in first.lambdas()["0"]]
+    second = bt.RankPrior(model, num_data=10)
+    second.load_state_dict(first.state_dict())
+    assert second.steps == 1
+    torch.testing.assert_close(second.lambdas()["0"], before)
+
+
+def test_parameter_count_ignores_lambda() -> None:
+    model = small_model()
+    before = bt.count_parameters(model)
+    bt.RankPrior(model, num_data=10)
+    assert bt.count_parameters(model) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_data": 0}, "num_data must be the number of training data, at least 1, got 0"),
+        ({"num_data": 10, "weight": -1.0}, "weight cannot be negative, got -1.0"),
+        ({"num_data": 10, "weight": math.nan}, "weight cannot be negative, got nan"),
+        ({"num_data": 10, "b": 0.0}, "b must be positive, got 0.0"),
+        ({"num_data": 10, "floor": 1.0}, r"floor is relative .* must lie in \(0, 1\), got 1.0"),
+        ({"num_data": 10, "update": "magic"}, "update must be one of .*newton.*, got 'magic'"),
+    ],
+)
+def test_bad_arguments_are_refused_and_the_model_left_alone(arguments: dict[str, float], message: str) -> None:
+    model = small_model()
+    before = model.state_dict()
+    with pytest.raises(bt.BayesTrainError, match=message):
+        bt.RankPrior(model, **arguments)
+    assert set(model.state_dict()) == set(before)
+
+
+def test_a_model_without_tt_layers_is_refused() -> None:
+    with pytest.raises(bt.BayesTrainError, match="no tensor-train layer"):
+        bt.RankPrior(nn.Sequential(nn.Linear(2, 2)), num_data=10)
+
+
+def test_the_users_loop_is_three_lines_longer() -> None:
+    """One line makes the prior, one term joins the loss, one line follows the optimiser's step."""
+    model = small_model().float()
+    x, y = torch.randn(64, 12), torch.randint(0, 3, (64,))
+    prior = bt.RankPrior(model, num_data=64)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(30):
+            loss = F.cross_entropy(model(x), y) + prior.loss()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            prior.step()
+            losses.append(loss.detach())
+    assert losses[-1] < losses[0]
