@@ -92,13 +92,13 @@ def test_rescaling_alters_nothing_that_the_contribution_rule_keeps(seed: int) ->
 def test_an_absolute_threshold_on_lambda_depends_on_the_gauge() -> None:
     """Why the paper's rule is not the default: one and the same network, two answers."""
     model = nn.Sequential(planted())
-    prior = bt.RankPrior(model, num_data=10, balance_every=0)
+    prior = bt.RankPrior(model, num_data=10, align_every=0)
     scaled = copy.deepcopy(model)
     with torch.no_grad():
         for core, scale in zip(scaled[0].cores, (1e-4, 1e-4, 1e4, 1e4), strict=True):
             core.mul_(scale)
     torch.testing.assert_close(scaled[0].weight, model[0].weight)
-    other = bt.RankPrior(scaled, num_data=10, balance_every=0)
+    other = bt.RankPrior(scaled, num_data=10, align_every=0)
     for _ in range(200):
         prior.step()
         other.step()
@@ -153,7 +153,7 @@ def test_training_after_slicing_equals_training_with_the_dropped_slices_held_at_
     model = nn.Sequential(planted(noise=1e-2))
     optimizer = optimiser(model)
     train(model, optimizer, None, 5)
-    prior = bt.RankPrior(model, num_data=100, balance_every=0)
+    prior = bt.RankPrior(model, num_data=100, align_every=0)
     for _ in range(100):
         prior.step()
     held = copy.deepcopy(model)

@@ -10,6 +10,7 @@ from torch import nn
 
 from bayestrain import models
 from bayestrain.errors import ConfigError
+from bayestrain.ranks import count_parameters
 
 NETWORKS: list[tuple[Callable[..., nn.Sequential], tuple[int, ...], int]] = [
     (models.mnist_mlp, (1, 28, 28), 496_885),
@@ -18,18 +19,12 @@ NETWORKS: list[tuple[Callable[..., nn.Sequential], tuple[int, ...], int]] = [
 ]
 
 
-def count(model: nn.Module) -> int:
-    """Parameters plus batch norm's running mean and variance, as the paper counts."""
-    running = [b for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
-    return sum(t.numel() for t in [*model.parameters(), *running])
-
-
 @pytest.mark.parametrize(("build", "shape", "parameters"), NETWORKS)
 def test_the_size_is_the_papers_and_the_forward_pass_gives_logits(
     build: Callable[..., nn.Sequential], shape: tuple[int, ...], parameters: int
 ) -> None:
     model = build()
-    assert count(model) == parameters
+    assert count_parameters(model) == parameters
     with torch.no_grad():
         logits = model(torch.rand(2, *shape))
     assert logits.shape == (2, 10)

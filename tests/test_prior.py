@@ -66,7 +66,7 @@ def test_warmup_raises_the_weight_linearly() -> None:
 @pytest.mark.parametrize("update", ["newton", "gradient"])
 def test_step_moves_lambda_to_its_conditional_mode(update: str) -> None:
     model = small_model()
-    prior = bt.RankPrior(model, num_data=10, update=update, balance_every=0, floor=1e-6)
+    prior = bt.RankPrior(model, num_data=10, update=update, align_every=0, floor=1e-6)
     for _ in range(2000):
         prior.step()
     cores = [core.detach() for core in model[0].cores]
@@ -74,18 +74,18 @@ def test_step_moves_lambda_to_its_conditional_mode(update: str) -> None:
     torch.testing.assert_close(model[0].rank_state.log_lambdas[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
-def test_balancing_changes_the_gauge_and_not_the_network() -> None:
+def test_alignment_changes_the_gauge_and_not_the_network() -> None:
     model = small_model()
     x = torch.randn(7, 12).double()
     before = model(x).detach()
-    prior = bt.RankPrior(model, num_data=10, balance_every=1)
+    prior = bt.RankPrior(model, num_data=10, align_every=1)
     old = [core.clone() for core in model[0].cores]
     prior.step()
     torch.testing.assert_close(model(x).detach(), before, rtol=1e-10, atol=1e-10)
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(old, model[0].cores, strict=True))
     (left,), (right,) = tt.grams([core.detach() for core in model[0].cores])
-    torch.testing.assert_close(left, right)
     torch.testing.assert_close(left, left.diagonal().diag())
+    torch.testing.assert_close(right, right.diagonal().diag())
 
 
 def test_layers_before_a_batch_norm_are_found_and_held_without_changing_the_function() -> None:

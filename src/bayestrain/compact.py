@@ -169,7 +169,7 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
     if layer.compacted == (rule, tol, _fingerprint(layer)):
         return _Plan(cores, 0.0)
     if rule == "rounding":
-        new = tt.balance(tt.round_cores(cores, tol))
+        new = tt.round_cores(cores, tol)
         if tt.ranks(new) == layer.ranks:
             return _Plan(cores, 0.0)
         return _Plan(new, _relative_error(cores, new))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from bayestrain.errors import ConfigError, ConversionError
+from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
 from bayestrain.layers import TTConv2d, TTLinear
 from bayestrain.layers.start import INITS
 from bayestrain.tables import text_table
@@ -33,7 +33,7 @@ class TensorizeConfig:
     modes: Mapping[str, LayerModes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ranks = (self.max_rank,) if isinstance(self.max_rank, int) else tuple(self.max_rank)
+        ranks = self.max_rank if isinstance(self.max_rank, tuple | list) else (self.max_rank,)
         if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in ranks):
             raise ConfigError(f"max_rank must be an integer of at least 1, or a tuple of them, got {self.max_rank!r}.")
         if self.init not in (*INITS, "svd"):
@@ -199,13 +199,17 @@ def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[s
 
 def _convert(module: nn.Linear | nn.Conv2d, name: str, config: TensorizeConfig) -> TTLinear | TTConv2d:
     in_modes, out_modes = config.modes.get(name, (None, None))
-    if isinstance(module, nn.Linear):
+    try:
+        if isinstance(module, nn.Linear):
+            if config.init == "svd":
+                return TTLinear.from_dense(module, in_modes, out_modes, config.max_rank, config.tol)
+            return TTLinear.like(module, in_modes, out_modes, config.max_rank, config.init)
         if config.init == "svd":
-            return TTLinear.from_dense(module, in_modes, out_modes, config.max_rank, config.tol)
-        return TTLinear.like(module, in_modes, out_modes, config.max_rank, config.init)
-    if config.init == "svd":
-        return TTConv2d.from_dense(module, in_modes, out_modes, config.max_rank, config.tol)
-    return TTConv2d.like(module, in_modes, out_modes, config.max_rank, config.init)
+            return TTConv2d.from_dense(module, in_modes, out_modes, config.max_rank, config.tol)
+        return TTConv2d.like(module, in_modes, out_modes, config.max_rank, config.init)
+    except BayesTrainError as error:
+        error.add_note(f"This happened at layer {name!r} of the model; nothing was converted.")
+        raise
 
 
 def _times(sizes: tuple[int, ...]) -> str:

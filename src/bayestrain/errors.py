@@ -26,3 +26,15 @@ class DataError(BayesTrainError):
 
 class ReportError(BayesTrainError):
     """A run folder cannot be turned into a report."""
+
+
+class TrainingError(BayesTrainError):
+    """Training cannot go on: the loss is no longer finite, or a checkpoint does not fit."""
+
+
+class Interrupted(BayesTrainError):
+    """The user stopped a run. `folder` holds the checkpoint to resume from."""
+
+    def __init__(self, folder: str, epoch: int) -> None:
+        super().__init__(f"Stopped. The checkpoint of epoch {epoch} is in {folder}.")
+        self.folder, self.epoch = folder, epoch

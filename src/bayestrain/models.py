@@ -8,6 +8,7 @@ the paper's, which count batch norm's running mean and variance as parameters.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -112,3 +113,11 @@ def resnet110(num_classes: int = 10) -> nn.Sequential:
 def _stack(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
     first = ResidualBlock(in_channels, out_channels, stride)
     return nn.Sequential(first, *(ResidualBlock(out_channels, out_channels, 1) for _ in range(blocks - 1)))
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "mnist_mlp": mnist_mlp,
+    "cifar10_cnn": cifar10_cnn,
+    "resnet110": resnet110,
+}
+"""The experiments' networks by name; each takes `num_classes`."""

@@ -39,9 +39,9 @@ class RankPrior:
         hold_scale: names of the layers whose weight norm is held, because a batch norm behind them makes it free;
             "auto" finds them. Their cores are rescaled together, lambda and the batch norm's statistics along with
             them, so that nothing but the gauge changes.
-        balance_every: every so many steps all layers are put into the balanced gauge (`tt.balance`), where each rank
-            index stands for one singular value and lambda can see it. The network does not change; ranks are found
-            sooner and more surely. 0 switches it off.
+        align_every: every so many steps the rank indices of all layers are turned to the singular directions of their
+            bonds (`tt.align`), where lambda can see single singular values. The network does not change; ranks are
+            found sooner and more surely. 0 switches it off.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class RankPrior:
         other_variance: float = 100.0,
         start: float = 1.0,
         hold_scale: str | Iterable[str] = "auto",
-        balance_every: int = 100,
+        align_every: int = 100,
     ) -> None:
         if num_data < 1:
             raise ConfigError(f"num_data must be the number of training data, at least 1, got {num_data}.")
         for name, value in (("a", a), ("b", b), ("rate", rate), ("other_variance", other_variance), ("start", start)):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value}.")
-        for name, value in (("weight", weight), ("warmup_steps", warmup_steps), ("balance_every", balance_every)):
+        for name, value in (("weight", weight), ("warmup_steps", warmup_steps), ("align_every", align_every)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} cannot be negative, got {value}.")
         if update not in UPDATES:
@@ -89,7 +89,7 @@ class RankPrior:
         self.other_variance = other_variance
         self.layers = layers
         self.held = norms
-        self.balance_every = balance_every
+        self.align_every = align_every
         self.steps = 0
         with torch.no_grad():
             for name, layer in layers.items():
@@ -129,18 +129,18 @@ class RankPrior:
     def step(self) -> None:
         """After the optimiser's step: move every lambda, keep its floor, hold the scales that are free."""
         self.steps += 1
-        balance = self.balance_every > 0 and self.steps % self.balance_every == 0
+        align = self.align_every > 0 and self.steps % self.align_every == 0
         for name, layer in self.layers.items():
             if name in self.held:
                 _hold_scale(layer, self.held[name])
-            if balance:
-                self._balance(layer)
+            if align:
+                self._align(layer)
             self._update_lambdas(layer)
 
-    def _balance(self, layer: TTLayer) -> None:
-        """Change to the balanced gauge; lambda moves to where the new cores want it."""
+    def _align(self, layer: TTLayer) -> None:
+        """Turn the rank indices to the singular directions; lambda moves to where the new cores want it."""
         assert layer.rank_state is not None
-        layer.set_cores(tt.balance(list(layer.cores)))
+        layer.set_cores(tt.align(list(layer.cores)))
         us = layer.rank_state.log_lambdas
         moved = shrinkage.conditional_mode(list(layer.cores), us, self.a, self.b, self.floor, sweeps=10)
         for u, new in zip(us, moved, strict=True):

@@ -202,11 +202,12 @@ def _bond_budget(norm: Tensor, tol: float, bonds: int) -> float:
     """Error allowed per bond so that the errors, which add in squares, stay within ``tol * norm`` together."""
     if not 0.0 <= tol < 1.0:
         raise ConfigError(f"tol is a relative error and must lie in [0, 1), got {tol}.")
-    return tol * float(norm) / math.sqrt(max(bonds, 1))
+    return tol * float(norm.detach()) / math.sqrt(max(bonds, 1))
 
 
 def _kept(singular_values: Tensor, budget: float, cap: int) -> int:
     """The smallest rank >= 1 whose dropped singular values have a norm within `budget`, and at most `cap`."""
+    singular_values = singular_values.detach()
     # A rank is never kept for rounding noise alone, whatever the tolerance.
     noise = torch.finfo(singular_values.dtype).eps * len(singular_values) * float(singular_values[0])
     tails = singular_values.flip(0).square().cumsum(0).sqrt().flip(0)  # tails[r]: norm of everything from r on
@@ -311,36 +312,36 @@ def change_gauge(cores: Cores, bond: int, matrix: Tensor) -> list[Tensor]:
     return result
 
 
-def balance(cores: Cores, live: float = 1e-3) -> list[Tensor]:
-    """The same tensor in the balanced gauge: at every bond, rank index r carries one singular value, half on each side.
+def align(cores: Cores, live: float = 1e-3) -> list[Tensor]:
+    """The same tensor with its rank indices turned to the singular directions: one singular value per index and bond.
 
     With P the Gram matrix of the left part's columns and Q that of the right part's rows, the gauge T of a bond makes
-    ``T^t P T`` and ``T^-1 Q T^-t`` one and the same diagonal matrix, the singular values. Only small matrices are
-    decomposed. Indices that contribute less than `live` of the bond's largest contribution are left as they are, and
-    the new indices are ordered and signed to stay as close as possible to the old ones: an optimiser's moments keep
-    most of their meaning.
+    both ``T^t P T`` and ``T^-1 Q T^-t`` diagonal; their product is the squared singular values. Only small matrices are
+    decomposed. Each index keeps its ratio of left to right size, so no core grows or shrinks as a whole. Indices that
+    contribute less than `live` of the bond's largest contribution stay as they are, and the new ones are ordered and
+    signed to be as close as possible to the old: an optimiser's moments keep most of their meaning.
     """
     result = [core.double() for core in cores]
-    gauges = [_balancing_gauge(left, right, live) for left, right in zip(*grams(result), strict=True)]
+    gauges = [_aligning_gauge(left, right, live) for left, right in zip(*grams(result), strict=True)]
     for bond, gauge in enumerate(gauges, start=1):
         result = change_gauge(result, bond, gauge)
     return [new.to(old.dtype) for new, old in zip(result, cores, strict=True)]
 
 
-def _balancing_gauge(left: Tensor, right: Tensor, live: float) -> Tensor:
+def _aligning_gauge(left: Tensor, right: Tensor, live: float) -> Tensor:
     size = (left.diagonal() * right.diagonal()).clamp_min(0.0).sqrt()
     gauge = torch.eye(len(size), dtype=left.dtype, device=left.device)
     alive = (size > live * size.max()).nonzero().flatten()
     if len(alive) == 0:
         return gauge
     left, right = left[alive][:, alive], right[alive][:, alive]
-    scale = (right.diagonal() / left.diagonal()).pow(0.25)  # balances the diagonals first, for the condition number
+    scale = (right.diagonal() / left.diagonal()).pow(0.25)  # makes the two diagonals equal
     left, right = left * scale[:, None] * scale, right / scale[:, None] / scale
     values, vectors = torch.linalg.eigh(right)
     root = vectors * values.clamp_min(values[-1] * 1e-14).sqrt()  # right = root @ root^t
     values, vectors = torch.linalg.eigh(root.mT @ left @ root)  # squared singular values
     turn = root @ vectors / values.clamp_min(values[-1] * 1e-16).pow(0.25)
-    gauge[alive[:, None], alive] = scale[:, None] * _nearest_order(turn)
+    gauge[alive[:, None], alive] = scale[:, None] * _nearest_order(turn) / scale
     return gauge
 
 

@@ -1,6 +1,7 @@
 """What all tensor-train layers share: cores whose ranks may change, and the state of their bonds."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,13 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
     other = torch.float32 if value.dtype == torch.float64 else torch.float64
     parameter.data = torch.empty(0, dtype=other, device=value.device)
     parameter.data = value
+
+
+def own_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Switches autocast off: weights are formed in the precision of the cores, only products with data are lowered."""
+    if torch.amp.is_autocast_available(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()  # the meta device, for one, knows no autocast
 
 
 class RankState(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ConversionError, ShapeError
-from bayestrain.layers.base import TTLayer
+from bayestrain.layers.base import TTLayer, own_precision
 from bayestrain.layers.start import default_bias, start_variance
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -173,10 +173,10 @@ class TTConv2d(TTLayer):
         t, rank = math.prod(self.kernel_size), self.cores[self.middle_bond].shape[0]
         two_step = rank * (t * self.in_channels + self.out_channels)
         if two_step * SPLIT_GAIN > t * self.in_channels * self.out_channels:
-            with torch.autocast(x.device.type, enabled=False):
+            with own_precision(x):
                 kernel = self.weight
             return self._convolve(x, kernel, self.bias)
-        with torch.autocast(x.device.type, enabled=False):
+        with own_precision(x):
             first, second = self._halves()
         filters = first.permute(2, 1, 0).reshape(rank, self.in_channels, *self.kernel_size)
         return F.conv2d(self._convolve(x, filters, None), second.mT[:, :, None, None], self.bias)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ShapeError
-from bayestrain.layers.base import TTLayer
+from bayestrain.layers.base import TTLayer, own_precision
 from bayestrain.layers.start import default_bias, start_variance
 
 Path = tuple[str, int]
@@ -119,17 +119,18 @@ class TTLinear(TTLayer):
         return self.out_features * (self.in_features + (self.bias is not None))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(
                 f"TTLinear expects {self.in_features} features in the last dimension, got {tuple(x.shape)}."
             )
         batch_shape = x.shape[:-1]
-        side, bond = _path(self.out_modes, self.in_modes, self.ranks, math.prod(batch_shape))
+        choose = _path.__wrapped__ if torch.compiler.is_compiling() else _path  # the compiler warns of a cache
+        side, bond = choose(self.out_modes, self.in_modes, self.ranks, math.prod(batch_shape))
         if side == "dense":
-            with torch.autocast(x.device.type, enabled=False):
+            with own_precision(x):
                 weight = self.weight
             return F.linear(x, weight, self.bias)
-        with torch.autocast(x.device.type, enabled=False):
+        with own_precision(x):
             cores = list(self.cores)
             left = tt.merge_matrix(cores[:bond]).squeeze(0)  # (ML, JL, r)
             right = tt.merge_matrix(cores[bond:]).squeeze(-1)  # (r, MR, JR)
@@ -167,7 +168,10 @@ def linear_modes(
     ins = mode_tools.factor(in_features, count) if in_modes is None else tuple(in_modes)
     outs = mode_tools.factor(out_features, count) if out_modes is None else tuple(out_modes)
     if len(ins) != len(outs) or len(ins) < 2:
-        raise ShapeError(f"in_modes and out_modes must be equally many and at least 2, got {ins} and {outs}.")
+        raise ShapeError(
+            f"in_modes and out_modes must be equally many and at least 2, got {ins} and {outs}. "
+            "Leave one of them out and it is chosen to match the other."
+        )
     return (
         mode_tools.check_modes(in_features, ins, "in_modes"),
         mode_tools.check_modes(out_features, outs, "out_modes"),

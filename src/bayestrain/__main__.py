@@ -1,0 +1,5 @@
+"""`python -m bayestrain`: the command line."""
+
+from bayestrain.cli import main
+
+main()

@@ -1,0 +1,131 @@
+"""Run folders: where a run goes, and what may be resumed or overwritten."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bayestrain.errors import ConfigError
+from bayestrain.train import toml
+from bayestrain.train.config import RunConfig, differences
+
+ROOT = Path("runs")
+
+
+LAST = "checkpoint-last.pt"
+BEFORE = {"config.toml", "environment.json", "history.jsonl", "checkpoint-best.pt"}
+"""What a run writes before its first checkpoint: a folder with only these holds no work yet."""
+AFTER = {
+    LAST,
+    "model.safetensors",
+    "model.json",
+    "evaluation.safetensors",
+    "spectra.json",
+    "result.json",
+    "report.html",
+}
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file()
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return (folder / LAST).is_file()
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / "result.json").is_file()
+
+
+def default_folder(config: RunConfig, resume: bool) -> Path:
+    """runs/NAME-seedS, with a counter behind it if that is taken; to resume, the latest of these."""
+    experiment = config.experiment
+    name = re.sub(r"[^\w.-]+", "-", experiment.name).strip("-.") or "run"
+    preset = "" if experiment.preset == "default" else f"-{experiment.preset}"
+    first = ROOT / f"{name}{preset}-seed{experiment.seed}"
+    last, count = first, 1
+    while _taken(candidate := first if count == 1 else first.with_name(f"{first.name}-{count}")):
+        last, count = candidate, count + 1
+    return last if resume else candidate
+
+
+def check_new(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder whose contents a new run would overwrite."""
+    if not _taken(folder):
+        return
+    if not is_run(folder):
+        raise ConfigError(f"{folder} is there already and is no run of BayesTrain. Choose another --out.")
+    if not overwrite:
+        state, way = (
+            ("a finished run", "Choose another --out")
+            if is_finished(folder)
+            else ("an unfinished run", "Go on with it with --resume, choose another --out")
+        )
+        raise ConfigError(f"{folder} holds {state}. {way}, or say --overwrite to lose it.")
+
+
+def check_begun(folder: Path) -> None:
+    if not is_run(folder):
+        raise ConfigError(f"There is nothing to resume in {folder}: no run was begun there. Leave --resume out.")
+
+
+def check_resumable(folder: Path, config: RunConfig) -> None:
+    """Refuse to resume what was never begun, or begun with another config."""
+    check_begun(folder)
+    changed = differences(toml.load(folder / "config.toml"), config)
+    if changed:
+        raise ConfigError(
+            f"{folder} was begun with another config, so it cannot be resumed with this one. It had "
+            + "; ".join(changed)
+            + f". To go on with the old config: bayestrain train --resume --out {folder}"
+        )
+
+
+def make_writable(folder: Path) -> bool:
+    """Make sure that files can be written to the folder; whether it had to be created."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"The output folder {folder} cannot be written: {error.strerror or error}. Choose another with --out."
+        ) from None
+    return is_new
+
+
+def first_record(folder: Path) -> dict[str, Any] | None:
+    """The first line of a run's history: the network before training."""
+    try:
+        with (folder / "history.jsonl").open(encoding="utf-8") as history:
+            record = json.loads(next(history))
+    except (OSError, StopIteration, ValueError):
+        return None  # stopped too early
+    return record if isinstance(record, dict) else None
+
+
+def clear(folder: Path) -> None:
+    """Remove a run's files, and nothing else."""
+    for name in BEFORE | AFTER:
+        (folder / name).unlink(missing_ok=True)
+
+
+def tidy(folder: Path) -> None:
+    """Leave no new folder behind of a run that ended before its first checkpoint."""
+    if folder.is_dir() and not _taken(folder):
+        shutil.rmtree(folder)
+
+
+def _taken(folder: Path) -> bool:
+    """Whether there is something at `folder` that a new run must not touch."""
+    return folder.exists() and not (folder.is_dir() and all(_is_early(path.name) for path in folder.iterdir()))
+
+
+def _is_early(name: str) -> bool:
+    return name in BEFORE or (name.startswith(".") and name.endswith(".partial"))

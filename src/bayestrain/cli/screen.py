@@ -1,0 +1,64 @@
+"""Printing: results on stdout, everything else on stderr, and numbers the way people read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from bayestrain.errors import ConfigError
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def print_error(message: str) -> None:
+    """One message on stderr, never wrapped, so that it can be copied."""
+    Console(stderr=True).print(Text("bayestrain: ", style="bold red") + Text(message), soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Exactly one JSON value on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+
+
+def existing(path: Path) -> Path:
+    """`path`, if there is something."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist.")
+    return path
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %"
+
+
+def duration(seconds: float) -> str:
+    """75 -> "1:15", 4000 -> "1:06:40"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def inner(ranks: Sequence[int]) -> str:
+    """(1, 8, 1, 5, 1) -> "8 1 5": the bonds that can have another rank than 1."""
+    return " ".join(map(str, ranks[1:-1])) or "-"
+
+
+def times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def closing_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a finished run is about, as (word, value)."""
+    lines = [
+        ("accuracy", f"{percent(result['accuracy'])} on the test images"),
+        ("log likelihood", f"{result['log_likelihood']:.4f}"),
+        ("parameters", f"{result['params']:,} instead of {result['dense_params']:,}: {result['ratio']:.0f}x smaller"),
+    ]
+    if len(result["ranks"]) <= 6:
+        lines.append(("ranks", ",  ".join(f"{name}: {inner(ranks)}" for name, ranks in result["ranks"].items())))
+    return [*lines, ("time", duration(result["seconds"]))]

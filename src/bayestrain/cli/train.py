@@ -1,0 +1,186 @@
+"""`bayestrain train`: from a name or a file to a run folder with a report."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from bayestrain.cli import devices, runs
+from bayestrain.cli.screen import print_error, print_json
+from bayestrain.cli.view import shown_progress
+from bayestrain.errors import ConfigError, Interrupted
+from bayestrain.train import toml
+from bayestrain.train.config import RunConfig
+from bayestrain.train.progress import Progress
+
+WHAT, WHERE, SHOW = "What to train", "Where", "What to show"
+
+
+class TrainCommand(TyperCommand):
+    """Puts --help into the last panel."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option: Any = super().get_help_option(ctx)
+        if option is not None:
+            option.rich_help_panel = SHOW
+        return option
+
+
+def train_help() -> str:
+    """The text of `bayestrain train --help` above the options."""
+    width = max(map(len, toml.names()))
+    experiments = "\n".join(f"  [cyan]{name:<{width}}[/]  {toml.about(name)}" for name in toml.names())
+    return f"""Train a network whose ranks shrink while it learns, and report on it.
+
+\b
+[bold]Experiments[/]
+{experiments}
+
+\b
+[bold]Examples[/]
+  bayestrain train                             [dim]# a first look: mnist-mini[/]
+  bayestrain train mnist --seed 1              [dim]# into runs/mnist-seed1[/]
+  bayestrain train mnist --preset paper        [dim]# as the paper has it[/]
+  bayestrain train mnist --set prior.weight=2  [dim]# any setting, also twice[/]
+  bayestrain train mnist --print-config > my.toml
+  bayestrain train --config my.toml --out my-run
+  bayestrain train --resume --out my-run       [dim]# after Ctrl-C or a power cut[/]
+"""
+
+
+def option(help: str, *names: str, panel: str, metavar: str = "") -> Any:
+    """A `typer.Option` whose default, if it matters, is told by its help."""
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+Name = Annotated[
+    str | None, typer.Argument(help="One of the experiments above; mnist-mini if left out.", metavar="NAME")
+]
+Config = Annotated[
+    Path | None,
+    option('Your own settings, complete or with a first line like base = "mnist".', panel=WHAT, metavar="FILE.toml"),
+]
+Preset = Annotated[
+    str | None, option("paper: the paper's modes, ranks and prior. default: ours.", panel=WHAT, metavar="PRESET")
+]
+Overrides = Annotated[
+    list[str] | None,
+    option("Change a setting, as in fit.epochs=3. May be repeated.", "--set", panel=WHAT, metavar="KEY=VALUE"),
+]
+Seed = Annotated[int | None, option("Seed of every random choice; 0 if left out.", panel=WHAT, metavar="N")]
+Out = Annotated[Path | None, option("Folder of the run; runs/NAME-seedN if left out.", panel=WHERE, metavar="DIR")]
+Device = Annotated[
+    str, option("auto, cpu, cuda, cuda:N or mps. auto: a GPU if there is one.", panel=WHERE, metavar="DEVICE")
+]
+Resume = Annotated[bool, option("Go on where a stopped run left off.", "--resume", panel=WHERE)]
+Overwrite = Annotated[bool, option("Replace the run that is in DIR.", "--overwrite", panel=WHERE)]
+Quiet = Annotated[bool, option("Print only the path of the report.", "--quiet", "-q", panel=SHOW)]
+Json = Annotated[bool, option("Print only the result, as one JSON object.", "--json", panel=SHOW)]
+PrintConfig = Annotated[
+    bool, option("Print all settings, explained, as TOML; train nothing.", "--print-config", panel=SHOW)
+]
+
+
+def train(
+    name: Name = None,
+    config: Config = None,
+    preset: Preset = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    device: Device = "auto",
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    print_config: PrintConfig = False,
+) -> None:
+    if overwrite and resume:
+        raise ConfigError("--overwrite begins anew and --resume goes on: use one of them.")
+    chosen = choose_config(name, config, preset, overrides or [], seed, out if resume else None)
+    if print_config:
+        print(toml.dumps(chosen), end="")
+        return
+    folder = out or runs.default_folder(chosen, resume)
+    if resume:
+        runs.check_resumable(folder, chosen)
+    else:
+        runs.check_new(folder, overwrite)
+    used_device = devices.resolve(device)
+    is_new = runs.make_writable(folder)
+    try:
+        with shown_progress(quiet or as_json, runs.first_record(folder) if resume else None) as progress:
+            result, report = run(chosen, folder, used_device, resume, progress)
+    except (Interrupted, KeyboardInterrupt):
+        print_error(f"stopped by Ctrl-C. {how_to_go_on(folder, device)}")
+        raise typer.Exit(130) from None
+    finally:
+        if is_new:
+            runs.tidy(folder)
+    if as_json:
+        print_json({**result, "folder": str(folder), "report": str(report)})
+    else:
+        print(report if quiet else f"report: {report}")
+
+
+def run(config: RunConfig, folder: Path, device: str, resume: bool, progress: Progress) -> tuple[dict[str, Any], Path]:
+    """Train and report; the result and the path of the report."""
+    from bayestrain.report import write_report
+    from bayestrain.train.experiment import run_experiment
+
+    if resume and runs.is_finished(folder):
+        progress.message(f"The run in {folder} is finished already.")
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    else:
+        if not resume:
+            runs.clear(folder)
+        result = run_experiment(
+            config, folder, device=device, resume=runs.has_checkpoint(folder), progress=progress, command=command_line()
+        ).summary
+    return result, write_report(folder, folder / "report.html")
+
+
+def choose_config(
+    name: str | None, file: Path | None, preset: str | None, overrides: list[str], seed: int | None, begun: Path | None
+) -> RunConfig:
+    """The config that the arguments mean; `begun` is the folder to resume, whose config counts if no other is named."""
+    if begun is not None and (name, file, preset) == (None, None, None):
+        runs.check_begun(begun)
+        config = toml.load(begun / "config.toml", overrides)
+    elif file is None:
+        config = toml.named(name or toml.names()[0], preset or "default", overrides)
+    elif name is None and preset is not None:
+        raise ConfigError(f'--preset goes with a NAME. In {file} write base = "mnist.{preset}".')
+    else:
+        config = toml.load(file, overrides, toml.base_name(name, preset or "default") if name is not None else "")
+    if seed is None:
+        return config
+    try:
+        return config.replace("experiment", seed=seed)
+    except ConfigError as error:
+        raise ConfigError(f"--seed {seed}: {error}") from None
+
+
+def program() -> str:
+    """How this program was called: "bayestrain", or "python -m bayestrain"."""
+    return "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
+
+
+def command_line() -> str:
+    return f"{program()} {shlex.join(sys.argv[1:])}"
+
+
+def how_to_go_on(folder: Path, device: str) -> str:
+    """What to type next after an interruption."""
+    if not runs.has_checkpoint(folder):
+        return "Nothing was saved yet; run the same command again."
+    if runs.is_finished(folder):
+        return f"The run itself is finished; for its report: {program()} report {shlex.quote(str(folder))}"
+    device_option = "" if device == "auto" else f" --device {device}"
+    return f"Go on with: {program()} train --resume --out {shlex.quote(str(folder))}{device_option}"

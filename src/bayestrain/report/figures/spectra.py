@@ -1,0 +1,174 @@
+"""Where the cut fell: singular values per bond, and what another tolerance would have kept."""
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from bayestrain.report.figures import FEW_LAYERS
+from bayestrain.report.figures.marks import (
+    end_labels,
+    heat,
+    heat_key,
+    layer_ticks,
+    log_counts,
+    log_powers,
+    stacked_height,
+)
+from bayestrain.report.figures.training import examples
+from bayestrain.report.palette import LIGHT, series
+from bayestrain.report.run import Layer, Run, Spectra
+from bayestrain.report.svg import Plot, drawing, inline, tip
+from bayestrain.report.tolerance import TOLERANCES, parameters_at, plateau, ranks_at
+from bayestrain.report.words import count, tolerance
+
+SMALLEST = 1e-7
+
+
+def spectrum_plots(run: Run) -> list[Plot]:
+    """Singular values per bond with the cut; for a deep network all of them in one histogram, and a few layers."""
+    spectra = run.spectra
+    if spectra is None:
+        return []
+    layers = [layer for layer in run.tensor_layers if layer.name in spectra.bonds]
+    plots = [_histogram(spectra)] if len(layers) > FEW_LAYERS else []
+    return plots + [_spectrum(spectra, layer, k) for k, layer in enumerate(examples(layers))]
+
+
+def _spectrum(spectra: Spectra, layer: Layer, index: int) -> Plot:
+    name = f"spectrum-{index + 1}"
+    bonds, cuts = spectra.bonds[layer.name], spectra.cut[layer.name]
+    describe = f"Singular values at the bonds of layer {layer.name}; kept: {', '.join(map(str, cuts))}."
+    smallest = min(value / max(values[0], 1e-300) for values in bonds for value in values)
+    floor = min(max(smallest / 3, SMALLEST / 2), 0.05)
+    with drawing(stacked_height(len(bonds)), len(bonds), sharex=True) as (figure, all_axes):
+        for bond, (axes, values, cut) in enumerate(zip(all_axes, bonds, cuts, strict=True)):
+            relative = np.maximum(np.array(values) / max(values[0], 1e-300), SMALLEST)
+            places = np.arange(1, len(values) + 1)
+            for part, colour in ((slice(0, cut), "kept"), (slice(cut, None), "cut")):
+                for bar, place in zip(
+                    axes.bar(
+                        places[part], relative[part] - floor, 0.72, bottom=floor, color=LIGHT[colour], linewidth=0
+                    ),
+                    places[part],
+                    strict=True,
+                ):
+                    tip(bar, f"singular value {place}: {relative[place - 1]:.2g} of the largest ({colour})")
+            if cut < len(values):
+                axes.axvline(cut + 0.5, color=LIGHT["ink"], linewidth=1, linestyle=(0, (3, 2)))
+            log_powers(axes, "y", ticks=4)
+            axes.set_ylim(floor, 1.8)
+            axes.grid(axis="x", visible=False)
+            axes.set_title(f"bond {bond + 1}: {cut} of {len(values)} kept", fontsize=9, pad=3)
+        longest = max(len(values) for values in bonds)
+        all_axes[-1].set_xlim(0.4, longest + 0.6)
+        all_axes[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        all_axes[-1].set_xlabel("singular value number")
+        figure.supylabel("value / largest", fontsize=9.5, color=LIGHT["muted"])
+        svg = inline(figure, name, describe)
+    if all(cut == len(values) for cut, values in zip(cuts, bonds, strict=True)):
+        caption = (
+            f"Nothing left to drop at a tolerance of {tolerance(spectra.tol)}: training had cut these ranks already."
+        )
+    else:
+        caption = f"Dashed: the cut at a tolerance of {tolerance(spectra.tol)}. What is grey was dropped."
+    return Plot(name, f"Spectrum of layer {layer.name}", caption, describe, svg)
+
+
+def _histogram(spectra: Spectra) -> Plot:
+    kept, dropped = [], []
+    for name, bonds in spectra.bonds.items():
+        for values, cut in zip(bonds, spectra.cut[name], strict=True):
+            relative = np.maximum(np.array(values) / max(values[0], 1e-300), 1e-6)
+            kept += list(relative[:cut])
+            dropped += list(relative[cut:])
+    describe = f"Histogram of all singular values: {len(kept)} kept, {len(dropped)} cut."
+    with drawing(2.75) as (figure, (axes,)):
+        bins = np.geomspace(1e-6, 1, 37)
+        axes.hist([kept, dropped], bins=bins.tolist(), stacked=True, color=[LIGHT["kept"], LIGHT["cut"]], linewidth=0,
+                  label=[f"kept ({count(len(kept))})", f"cut ({count(len(dropped))})"])  # fmt: skip
+        log_powers(axes, "x")
+        axes.set_xlabel("singular value / largest of its bond")
+        axes.set_ylabel("singular values")
+        axes.grid(axis="x", visible=False)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        svg = inline(figure, "spectrum-all", describe)
+    return Plot("spectrum-all", "All singular values", "A gap between the two heaps means that the prior decided "
+                "clearly and the tolerance hardly matters.", describe, svg)  # fmt: skip
+
+
+def tolerance_plots(run: Run) -> list[Plot]:
+    """Parameters and ranks as functions of the tolerance of the rounding."""
+    spectra = run.spectra
+    if spectra is None:
+        return []
+    layers = [layer for layer in run.tensor_layers if layer.name in spectra.bonds]
+    plots = _parameter_curve(run, spectra)
+    if len(layers) > FEW_LAYERS:
+        return [*plots, _tolerance_map(spectra, layers)]
+    return plots + [_rank_curve(spectra, layer, k) for k, layer in enumerate(layers)]
+
+
+def _parameter_curve(run: Run, spectra: Spectra) -> list[Plot]:
+    totals = parameters_at(spectra, run.layers, run.scores.params or 0)
+    if totals is None:
+        return []
+    flat = plateau(spectra)
+    describe = f"Parameters against the tolerance: {count(totals[0])} at {tolerance(TOLERANCES[0])}, " + (
+        f"{count(totals[-1])} at {tolerance(TOLERANCES[-1])}."
+    )
+    with drawing(2.75) as (figure, (axes,)):
+        if flat:
+            axes.axvspan(*flat, facecolor=LIGHT["kept"], alpha=0.1, linewidth=0)
+        line = axes.plot(TOLERANCES, totals, color=LIGHT["kept"])[0]
+        tip(line, describe)
+        axes.set_ylim(totals.min() / 2, totals.max() * 2)
+        log_counts(axes, "y")
+        log_powers(axes, "x")
+        axes.set_xlim(TOLERANCES[0], TOLERANCES[-1])
+        axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.set_xlabel("tolerance (relative error per layer)")
+        axes.set_ylabel("parameters (log scale)")
+        svg = inline(figure, "tolerance", describe)
+    caption = f"Dashed: the tolerance used, {tolerance(spectra.tol)}. "
+    caption += f"Shaded: from {tolerance(flat[0])} to {tolerance(flat[1])} no rank changes." if flat else ""
+    return [Plot("tolerance", "Size at another tolerance", caption, describe, svg)]
+
+
+def _rank_curve(spectra: Spectra, layer: Layer, index: int) -> Plot:
+    name = f"tolerance-{index + 1}"
+    ranks = np.array([ranks_at(spectra, layer.name, float(tol)) for tol in TOLERANCES])
+    describe = f"Ranks of layer {layer.name} against the tolerance of the rounding."
+    with drawing(2.75) as (figure, (axes,)):
+        for bond in range(ranks.shape[1]):
+            axes.plot(TOLERANCES, ranks[:, bond], color=series(bond), drawstyle="steps-mid")
+        log_powers(axes, "x")
+        axes.set_xlim(TOLERANCES[0], TOLERANCES[-1])
+        axes.set_ylim(0, ranks.max() * 1.06 + 0.2)
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.set_xlabel("tolerance (relative error per layer)")
+        axes.set_ylabel("rank")
+        end_labels(
+            axes, TOLERANCES[-1], [(float(ranks[-1, b]), f"bond {b + 1}", series(b)) for b in range(ranks.shape[1])]
+        )
+        svg = inline(figure, name, describe)
+    return Plot(name, f"Ranks of layer {layer.name} at another tolerance", "", describe, svg)
+
+
+def _tolerance_map(spectra: Spectra, layers: list[Layer]) -> Plot:
+    shares = np.array([
+        [sum(ranks_at(spectra, layer.name, float(tol))) / sum(layer.max_ranks) for tol in TOLERANCES]
+        for layer in layers
+    ])  # fmt: skip
+    describe = f"Map of the ranks of {len(layers)} layers against the tolerance, as a share of the maximum."
+    ratio = TOLERANCES[1] / TOLERANCES[0]
+    edges = [float(TOLERANCES[0] / ratio**0.5), *(float(tol * ratio**0.5) for tol in TOLERANCES)]
+    with drawing(0.8 + 0.062 * len(layers)) as (figure, (axes,)):
+        heat(axes, shares.clip(0, 1), edges, LIGHT["kept"])
+        heat_key(axes, LIGHT["kept"], "0", "100 %")
+        log_powers(axes, "x")
+        axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        layer_ticks(axes, layers)
+        axes.set_xlabel("tolerance (relative error per layer)")
+        svg = inline(figure, "tolerance-map", describe)
+    return Plot("tolerance-map", "Ranks at another tolerance", "Sum of a layer’s ranks as a share of the maximum; "
+                "dashed: the tolerance used.", describe, svg)  # fmt: skip

@@ -1,0 +1,255 @@
+"""From a run folder to a `Run`: every file is checked, what may be missing is left out and named."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from bayestrain.errors import ReportError
+from bayestrain.report.run import Epoch, Evaluation, Layer, Run, Scores, Spectra
+
+Json = dict[str, Any]
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder. A run that was interrupted has no ``result.json``; its history is enough for a page."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ReportError(
+            f"{folder} is not a run folder: there is no such folder. Give the --out folder of a training."
+        )
+    result = _json(folder / "result.json")
+    history = _history(folder / "history.jsonl")
+    if result is None and not history:
+        raise ReportError(
+            f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
+            "Give a folder that `bayestrain train --out FOLDER` has written."
+        )
+    config_text, config = _config(folder / "config.toml")
+    model = _json(folder / "model.json")
+    environment = _json(folder / "environment.json")
+    spectra = _spectra(folder / "spectra.json")
+    evaluation = _evaluation(folder / "evaluation.safetensors")
+    parts = {
+        "result.json": result, "history.jsonl": history, "config.toml": config_text, "model.json": model,
+        "environment.json": environment, "spectra.json": spectra, "evaluation.safetensors": evaluation,
+    }  # fmt: skip
+    experiment = config.get("experiment", {})
+    about = {**experiment, **(result or {})}
+    seed = about.get("seed")
+    name = about.get("experiment") or about.get("name") or folder.resolve().name
+    return Run(
+        folder=folder,
+        experiment=str(name),
+        preset=str(about.get("preset", "")),
+        kind=str(about.get("kind", "")),
+        seed=int(seed) if isinstance(seed, int) else None,
+        finished=result is not None and result.get("status", "finished") == "finished",
+        total_epochs=_total_epochs(config),
+        scores=_scores(result, history, folder / "result.json"),
+        layers=_layers(result, history, model or {}, folder / "result.json"),
+        history=history,
+        spectra=spectra,
+        evaluation=evaluation,
+        classes=tuple(str(c) for c in (model or {}).get("classes", ())),
+        config_text=config_text,
+        environment={key: _plain(value) for key, value in (environment or {}).items()},
+        command=str((result or {}).get("command", "")),
+        missing=tuple(name for name, part in parts.items() if not part),
+    )
+
+
+def _json(path: Path) -> Json | None:
+    """A JSON object, or None if there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise ReportError(f"{path} cannot be read: {error}. Delete it to leave its part out of the report.") from error
+    if not isinstance(content, dict):
+        raise ReportError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
+    return content
+
+
+def _history(path: Path) -> tuple[Epoch, ...]:
+    """All epochs. A killed run may leave half a last line: it is dropped. An epoch written again counts."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return ()
+    except (ValueError, OSError) as error:
+        raise ReportError(f"{path} cannot be read: {error}.") from error
+    records: dict[int, Epoch] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = _epoch(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):
+                break
+            raise ReportError(f"{path}, line {number}: not an epoch of a training ({error!r}).") from error
+        records[record.epoch] = record
+    return tuple(records[epoch] for epoch in sorted(records))
+
+
+def _epoch(line: Json) -> Epoch:
+    validation = line.get("validation") or {}
+    return Epoch(
+        epoch=int(line["epoch"]),
+        phase=str(line.get("phase", "search")),
+        params=_whole(line, "params"),
+        train_loss=_number(line, "train_loss"),
+        train_accuracy=_number(line, "train_accuracy"),
+        validation_accuracy=_number(validation, "accuracy"),
+        ranks={name: _inner(ranks) for name, ranks in (line.get("ranks") or {}).items()},
+        lambdas={
+            name: [[float(value) for value in bond] for bond in bonds]
+            for name, bonds in (line.get("lambdas") or {}).items()
+        },
+    )
+
+
+def _scores(result: Json | None, history: tuple[Epoch, ...], path: Path) -> Scores:
+    if result is None:
+        return Scores(params=history[-1].params)
+    try:
+        scores = Scores(
+            dense_params=_whole(result, "dense_params"),
+            params=_whole(result, "params"),
+            accuracy=_number(result, "accuracy"),
+            log_likelihood=_number(result, "log_likelihood"),
+            ece=_number(result, "ece"),
+            brier=_number(result, "brier"),
+            seconds=_number(result, "seconds"),
+            peak_memory_bytes=_whole(result, "peak_memory_bytes"),
+        )
+    except (TypeError, ValueError) as error:
+        raise ReportError(f"{path}: {error}.") from error
+    if scores.params is None:
+        raise ReportError(f'{path} has no "params", the number of parameters left. Was it written by bayestrain?')
+    return scores
+
+
+def _layers(result: Json | None, history: tuple[Epoch, ...], model: Json, path: Path) -> tuple[Layer, ...]:
+    """All layers in the network's order; without a result, what the history knows of them."""
+    if result is None:
+        first, last = history[0].ranks, history[-1].ranks
+        return tuple(Layer(name, ranks, first.get(name, ranks)) for name, ranks in last.items())
+    try:
+        all_ranks, all_max = result.get("ranks") or {}, result.get("max_ranks") or {}
+        counts = result.get("layer_params") or {}
+        described = model.get("layers") or {}
+        layers = []
+        for name in [*counts, *(name for name in all_ranks if name not in counts)]:
+            count, about = counts.get(name, {}), described.get(name, {})
+            ranks = _inner(all_ranks[name]) if name in all_ranks else ()
+            maximum = _inner(all_max[name]) if len(all_max.get(name, ())) == len(ranks) + 2 else ranks
+            dense = _whole(count, "dense")
+            sizes, modes = _core_sizes(about, dense) if len(ranks) else ((), "")
+            fitting = sizes if len(sizes) == len(ranks) + 1 else ()
+            layers.append(
+                Layer(name, ranks, maximum, dense, _whole(count, "start"), _whole(count, "now"), fitting, modes)
+            )
+        return tuple(layers)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ReportError(f'{path}: "ranks", "max_ranks" or "layer_params" is malformed ({error}).') from error
+
+
+def _core_sizes(about: Json, dense: int | None) -> tuple[tuple[int, ...], str]:
+    """Sizes of a layer's cores without their ranks, and its modes in words, from ``model.json``."""
+    ins, outs = tuple(about.get("in_modes", ())), tuple(about.get("out_modes", ()))
+    if not ins or not outs:
+        return (), ""
+    modes = f"{'·'.join(map(str, ins))} → {'·'.join(map(str, outs))}"
+    if about.get("kind") == "linear":
+        return (tuple(i * o for i, o in zip(ins, outs, strict=True)) if len(ins) == len(outs) else ()), modes
+    channels = math.prod(ins) * math.prod(outs)
+    kernel = about.get("kernel_size")
+    taps = math.prod(kernel) if kernel else (dense or 0) // channels  # the bias is less than one kernel's tap
+    return (taps, *ins, *outs), modes
+
+
+def _spectra(path: Path) -> Spectra | None:
+    content = _json(path)
+    if content is None:
+        return None
+    try:
+        layers = content["layers"]
+        bonds = {name: [[float(v) for v in bond] for bond in about["bonds"]] for name, about in layers.items()}
+        cut = {name: tuple(int(rank) for rank in about["cut"]) for name, about in layers.items()}
+        cut = {name: ranks[1:-1] if len(ranks) == len(bonds[name]) + 2 else ranks for name, ranks in cut.items()}
+        for name, ranks in cut.items():
+            if not all(bonds[name]):
+                raise ValueError(f"layer {name!r} has a bond without singular values")
+            if len(ranks) != len(bonds[name]):
+                raise ValueError(f"layer {name!r} has {len(bonds[name])} bonds but {len(ranks)} ranks")
+        return Spectra(float(content["tol"]), bonds, cut) if bonds else None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(
+            f"{path} is malformed ({error!r}). Delete it to leave the spectra out of the report."
+        ) from error
+
+
+def _evaluation(path: Path) -> Evaluation | None:
+    if not path.is_file():
+        return None
+    try:
+        tensors = load_file(path)
+        probabilities, labels = tensors["probabilities"].astype(np.float64), tensors["labels"].astype(np.int64)
+        if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1] or not len(labels):
+            raise ValueError(f"probabilities {probabilities.shape} and labels {labels.shape} do not fit each other")
+        hardest = tensors.get("hardest", np.zeros(0)).astype(np.int64)
+        images = tensors.get("hardest_images", np.zeros((0, 1, 1, 1))).astype(np.uint8)
+        if images.ndim != 4 or len(images) != len(hardest) or (len(hardest) and hardest.max() >= len(labels)):
+            raise ValueError(f"{len(hardest)} hardest indices and images of shape {images.shape} do not fit")
+        return Evaluation(probabilities, labels, hardest, images)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ReportError(
+            f"{path} is damaged or malformed ({error}). Delete it to leave the test images out of the report."
+        ) from error
+
+
+def _config(path: Path) -> tuple[str, Json]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except FileNotFoundError:
+        return "", {}
+    except (ValueError, OSError) as error:
+        raise ReportError(f"{path} cannot be read: {error}.") from error
+
+
+def _total_epochs(config: Json) -> int | None:
+    fit = config.get("fit", {})
+    epochs = fit.get("epochs")
+    return int(epochs) + int(fit.get("finetune_epochs", 0)) if isinstance(epochs, int) else None
+
+
+def _inner(ranks: Any) -> tuple[int, ...]:
+    """(1, R_1, .., R_d-1, 1) without the two ones at the ends."""
+    return tuple(int(rank) for rank in ranks)[1:-1]
+
+
+def _number(record: Json, key: str) -> float | None:
+    value = record.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key!r} must be a number, not {value!r}")
+    return float(value) if math.isfinite(value) else None
+
+
+def _whole(record: Json, key: str) -> int | None:
+    value = _number(record, key)
+    return None if value is None else int(value)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

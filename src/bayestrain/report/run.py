@@ -1,0 +1,112 @@
+"""What a run folder holds, as plain data. `load` fills it; the figures read it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of ``history.jsonl``. `ranks` are the inner ones, one per bond."""
+
+    epoch: int
+    phase: str
+    params: int | None
+    train_loss: float | None
+    train_accuracy: float | None
+    validation_accuracy: float | None
+    ranks: dict[str, tuple[int, ...]]
+    lambdas: dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: `ranks` and `max_ranks` are inner ranks, empty for a layer left dense.
+
+    `dense`, `start` and `now` count parameters: as an ordinary layer, at the maximal ranks, and at the end.
+    `sizes` are the sizes of the cores between the bonds, where known.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = ()
+    max_ranks: tuple[int, ...] = ()
+    dense: int | None = None
+    start: int | None = None
+    now: int | None = None
+    sizes: tuple[int, ...] = ()
+    modes: str = ""
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Singular values per layer and bond just before the final rounding, and the ranks it kept."""
+
+    tol: float
+    bonds: dict[str, list[list[float]]]
+    cut: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Predictions on the test set, and its most uncertain images."""
+
+    probabilities: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    hardest: NDArray[np.int64]
+    images: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The headline figures; None where the run has none (yet)."""
+
+    dense_params: int | None = None
+    params: int | None = None
+    accuracy: float | None = None
+    log_likelihood: float | None = None
+    ece: float | None = None
+    brier: float | None = None
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller than the dense network."""
+        return self.dense_params / self.params if self.dense_params and self.params else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read."""
+
+    folder: Path
+    experiment: str
+    preset: str
+    kind: str
+    seed: int | None
+    finished: bool
+    total_epochs: int | None
+    scores: Scores
+    layers: tuple[Layer, ...]
+    history: tuple[Epoch, ...]
+    spectra: Spectra | None
+    evaluation: Evaluation | None
+    classes: tuple[str, ...]
+    config_text: str
+    environment: dict[str, str]
+    command: str
+    missing: tuple[str, ...]
+    """Files that were not there; the page says what it leaves out."""
+
+    @property
+    def tensor_layers(self) -> tuple[Layer, ...]:
+        """The layers with bonds."""
+        return tuple(layer for layer in self.layers if layer.ranks)
+
+    @property
+    def finetune_start(self) -> int | None:
+        """Epoch after which the ranks are fixed, or None."""
+        tuned = [record.epoch for record in self.history if record.phase == "finetune"]
+        return min(tuned) - 1 if tuned else None

@@ -1,0 +1,120 @@
+"""Compacted models on disk: ``model.safetensors`` (the numbers) beside ``model.json`` (what they are).
+
+The JSON describes every tensor-train layer, so a model whose ranks were found in training is rebuilt without guessing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bayestrain import models
+from bayestrain.errors import ConfigError, DataError
+from bayestrain.layers import TTConv2d, TTLayer, TTLinear
+from bayestrain.ranks import count_parameters, tt_layers
+
+FORMAT = 1
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+
+
+def save_model(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None:
+    """Write both files into `folder`; `about` is stored in the description (``model`` names a network of `models`).
+
+    Lambda is no part of a saved model: take it off first (`RankPrior.remove_`).
+    """
+    from safetensors.torch import save_model as write
+
+    layers = tt_layers(model)
+    if any(layer.rank_state is not None for layer in layers.values()):
+        raise ConfigError("The model still carries lambda. Call prior.remove_() before saving it for use.")
+    description = {
+        **about,
+        "format": FORMAT,
+        "params": count_parameters(model),
+        "layers": {name: _describe(layer) for name, layer in layers.items()},
+    }
+    text = json.dumps(description, indent=2) + "\n"  # fails, if it does, before anything is written
+    write(model, str(folder / WEIGHTS))
+    (folder / DESCRIPTION).write_text(text)
+
+
+def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
+    """The saved model, in evaluation mode. `path` is its folder or either of its files.
+
+    `model` is the dense network that was tensorised, needed only for networks that are not in `bayestrain.models`.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model as read
+
+    folder, description = read_description(path)
+    if model is None:
+        build = models.BUILDERS.get(str(description.get("model")))
+        if build is None:
+            raise ConfigError(
+                f"{folder / DESCRIPTION} names the network {description.get('model')!r}, which is not one of "
+                f"{sorted(models.BUILDERS)}. Pass the dense network: load_model(path, model)."
+            )
+        model = build(num_classes=len(description["classes"]))
+    for name, about in description["layers"].items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _build(about))
+    try:
+        read(model, str(folder / WEIGHTS))
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise DataError(f"{folder / WEIGHTS} is missing, damaged or not the one described: {error}") from error
+    return model.eval()
+
+
+def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
+    """The folder of a saved model and its description."""
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    file = folder / DESCRIPTION
+    if not file.exists():
+        raise DataError(f"There is no saved model at {path}: {file.name} is missing.")
+    try:
+        description = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT or "layers" not in description:
+        raise DataError(f"{file} does not describe a saved model of format {FORMAT}.")
+    return folder, description
+
+
+def _describe(layer: TTLayer) -> dict[str, Any]:
+    assert isinstance(layer, TTLinear | TTConv2d)
+    about: dict[str, Any] = {
+        "in_modes": list(layer.in_modes),
+        "out_modes": list(layer.out_modes),
+        "ranks": list(layer.ranks),
+        "bias": layer.bias is not None,
+        "dense_parameters": layer.dense_parameters,
+        "parameters": layer.parameters_left,
+    }
+    if isinstance(layer, TTLinear):
+        return {"kind": "linear", "in_features": layer.in_features, "out_features": layer.out_features, **about}
+    return {
+        "kind": "conv2d", "in_channels": layer.in_channels, "out_channels": layer.out_channels,
+        "kernel_size": layer.kernel_size, "stride": layer.stride, "padding": layer.padding,
+        "dilation": layer.dilation, "padding_mode": layer.padding_mode, **about,
+    }  # fmt: skip
+
+
+def _build(about: Mapping[str, Any]) -> TTLayer:
+    shared: dict[str, Any] = {
+        "bias": about["bias"],
+        "in_modes": tuple(about["in_modes"]),
+        "out_modes": tuple(about["out_modes"]),
+        "max_rank": tuple(about["ranks"][1:-1]),
+    }
+    if about["kind"] == "linear":
+        return TTLinear(about["in_features"], about["out_features"], **shared)
+    padding = about["padding"] if isinstance(about["padding"], str) else tuple(about["padding"])
+    return TTConv2d(
+        about["in_channels"], about["out_channels"], tuple(about["kernel_size"]), tuple(about["stride"]), padding,
+        tuple(about["dilation"]), padding_mode=about["padding_mode"], **shared,
+    )  # fmt: skip

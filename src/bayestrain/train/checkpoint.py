@@ -1,0 +1,79 @@
+"""Files that survive being killed: checkpoints and the history, written so that a run can go on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayestrain.errors import TrainingError
+
+LAST, BEST = "checkpoint-last.pt", "checkpoint-best.pt"
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write the whole file or nothing: to a neighbour first, then moved into place."""
+    data = content.encode() if isinstance(content, str) else content
+    neighbour = path.with_name(f".{path.name}.partial")
+    with neighbour.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    neighbour.replace(path)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Indented JSON, written atomically."""
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def save_checkpoint(folder: Path, state: Mapping[str, Any], name: str = LAST) -> None:
+    """Write a checkpoint that `load_checkpoint` can read."""
+    neighbour = folder / f".{name}.partial"
+    torch.save(dict(state), neighbour)
+    neighbour.replace(folder / name)
+
+
+def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:
+    """Read a checkpoint, with tensors on the CPU. Loads data only, never code."""
+    path = folder / name
+    if not path.exists():
+        raise TrainingError(f"There is nothing to resume in {folder}: it has no {name}. Start without resume.")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever pickle, zip or torch make of a damaged file
+        raise TrainingError(f"{path} is not a checkpoint of this program or is damaged ({error}).") from error
+    if not isinstance(state, dict) or state.get("format") != 1:
+        raise TrainingError(f"{path} is not a checkpoint of this version. Start anew.")
+    return state
+
+
+class History:
+    """The lines of ``history.jsonl``, in memory and, where a folder is given, on disk as they come."""
+
+    def __init__(self, folder: Path | None, until_epoch: int = -1) -> None:
+        """Keep the lines up to `until_epoch` that an interrupted run has left, drop the rest."""
+        self.path = None if folder is None else folder / "history.jsonl"
+        self.lines: list[dict[str, Any]] = []
+        if self.path is None:
+            return
+        if self.path.exists():
+            for text in self.path.read_text().splitlines():
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    break  # killed while writing its last line
+                if line["epoch"] <= until_epoch:
+                    self.lines.append(line)
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one epoch."""
+        self.lines.append(line)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")

@@ -1,0 +1,66 @@
+"""What a run ran on: versions, hardware, commit."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bayestrain
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Everything that may be asked of a result later."""
+    commit, dirty = source_version()
+    return {
+        "bayestrain": bayestrain.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "commit": commit,
+        "dirty": dirty,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def source_version() -> tuple[str | None, bool | None]:
+    """The commit this package's source is at and whether the tree differs from it; None outside of a checkout."""
+    here = Path(bayestrain.__file__).parent
+    try:
+        # Only a checkout of this project counts, not some repository that an installed copy happens to lie in.
+        top = _git(here, "rev-parse", "--show-toplevel")
+        if here != Path(top) / "src" / "bayestrain":
+            return None, None
+        return _git(here, "rev-parse", "HEAD"), bool(_git(here, "status", "--porcelain", "--", top))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: on the GPU by tensors, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return result.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

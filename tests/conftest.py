@@ -1,0 +1,37 @@
+"""Settings shared by all tests: one thread, a fixed seed, and property tests that draw the same examples every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("layer_kit")
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "bayestrain",
+    deadline=None,  # the first call of an operation may be slow
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("bayestrain")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """A real process group of one process over the loopback device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        yield
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,165 @@
+"""What the command line refuses: one message on stderr, exit code 2, no traceback, nothing overwritten."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from bayestrain.cli.app import app
+from bayestrain.data import datasets
+from bayestrain.train import toml
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
+
+
+def refused(*arguments: str) -> str:
+    """Run the command, check that it fails as a user's error should, and return its message."""
+    result: Result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def a_run(folder: str, *, finished: bool, overrides: tuple[str, ...] = ()) -> Path:
+    path = Path(folder)
+    path.mkdir(parents=True)
+    toml.save(toml.named("mnist-mini", overrides=overrides), path / "config.toml")
+    (path / "checkpoint-last.pt").write_text("a checkpoint")
+    if finished:
+        (path / "result.json").write_text("{}")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_unknown_experiment() -> None:
+    assert refused("train", "mnits").startswith('bayestrain: There is no experiment "mnits". Did you mean "mnist"?')
+    assert not Path("runs").exists()
+
+
+def test_unknown_preset() -> None:
+    assert 'Did you mean "paper"?' in refused("train", "mnist", "--preset", "papr")
+    assert 'mnist-mini has no preset "paper"' in refused("train", "--preset", "paper")
+
+
+def test_bad_config_files() -> None:
+    assert "no.toml cannot be read: No such file or directory." in refused("train", "--config", "no.toml")
+    Path("bad.toml").write_text('base = "mnist"\n[fit\n')
+    assert "bad.toml, line 2: not valid TOML" in refused("train", "--config", "bad.toml")
+    Path("wrong.toml").write_text('base = "mnist"\n[fit]\nepocs = 1\n')
+    assert 'wrong.toml, line 3: There is no setting "fit.epocs". Did you mean "fit.epochs"?' in refused(
+        "train", "--config", "wrong.toml"
+    )
+    Path("based.toml").write_text('base = "mnist"\n')
+    assert "Leave cifar10-cnn out" in refused("train", "cifar10-cnn", "--config", "based.toml")
+    assert 'write base = "mnist.paper"' in refused("train", "--preset", "paper", "--config", "based.toml")
+    assert not Path("runs").exists()
+
+
+def test_bad_settings() -> None:
+    assert "--set fit.epochs=many: fit.epochs must be a whole number" in refused("train", "--set", "fit.epochs=many")
+    assert "--seed -1: experiment.seed must be a whole number" in refused("train", "--seed", "-1")
+    assert "Invalid value for '--seed'" in refused("train", "--seed", "x")
+    assert not Path("runs").exists()
+
+
+def test_output_folder_that_cannot_be_written() -> None:
+    Path("file").write_text("precious")
+    assert "file/run cannot be written: Not a directory" in refused("train", "--out", "file/run")
+    assert "file is there already and is no run" in refused("train", "--out", "file", "--overwrite")
+    assert Path("file").read_text() == "precious"
+
+
+def test_a_folder_of_someone_elses_is_never_touched() -> None:
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").write_text("cat")
+    for option in ("--quiet", "--overwrite"):
+        assert "photos is there already and is no run of BayesTrain" in refused("train", "--out", "photos", option)
+    assert contents(Path("photos")) == {"cat.jpg": b"cat"}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_is_not_overwritten_unless_told(finished: bool) -> None:
+    run = a_run("run", finished=finished)
+    before = contents(run)
+    message = refused("train", "--out", "run")
+    assert ("holds a finished run" if finished else "Go on with it with --resume") in message
+    assert "--overwrite" in message
+    assert contents(run) == before
+
+
+def test_nothing_to_resume() -> None:
+    assert "There is nothing to resume in runs/mnist-mini-seed0" in refused("train", "--resume")
+    assert "There is nothing to resume in nowhere" in refused("train", "--resume", "--out", "nowhere")
+    assert "use one of them" in refused("train", "--resume", "--overwrite")
+    assert not Path("runs").exists()
+    assert not Path("nowhere").exists()
+
+
+def test_resume_with_another_config() -> None:
+    run = a_run("run", finished=False, overrides=("fit.lr=0.5",))
+    before = contents(run)
+    message = refused("train", "mnist-mini", "--resume", "--out", "run")
+    assert "begun with another config" in message
+    assert "fit.lr: 0.5, now" in message
+    assert "bayestrain train --resume --out run" in message
+    assert "fit.epochs" in refused("train", "--resume", "--out", "run", "--set", "fit.epochs=77")
+    assert "experiment.seed: 0, now 3" in refused("train", "--resume", "--out", "run", "--seed", "3")
+    assert contents(run) == before
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    for device in ("cuda", "cuda:1", "mps"):
+        assert f"--device {device}: " in refused("train", "--device", device)
+    assert "got gpu" in refused("train", "--device", "gpu")
+    assert 'Did you mean "cuda"?' in refused("train", "--device", "cud")
+    assert not Path("runs").exists()
+
+
+def test_a_gpu_number_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "--device cuda:2: there are 2 GPUs" in refused("train", "--device", "cuda:2")
+
+
+def test_damaged_data_files() -> None:
+    """A folder of the user's with MNIST files that are too short, or of the right size with wrong bytes."""
+    for name, file in (("short", None), ("wrong", datasets.MNIST.files[0])):
+        folder = Path(name)
+        folder.mkdir()
+        for official in datasets.MNIST.files:
+            (folder / official.name).write_bytes(b"\0" * (official.size if file else 100))
+        message = refused("train", "mnist", "--set", f"data.folder={folder}", "--out", f"run-{name}")
+        assert datasets.MNIST.files[0].name in message
+        assert not Path(f"run-{name}").exists()
+        shutil.rmtree(folder)
+
+
+def test_data_that_does_not_exist() -> None:
+    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
+
+
+def test_inspect_report_and_predict_want_runs() -> None:
+    Path("empty").mkdir()
+    Image.new("L", (28, 28)).save("a.png")
+    assert "nowhere does not exist" in refused("inspect", "nowhere")
+    assert "There is no saved model at empty" in refused("inspect", "empty")
+    assert "nowhere does not exist" in refused("predict", "nowhere", "a.png")
+    assert "There is no saved model at empty" in refused("predict", "empty", "a.png")
+    assert "empty" in refused("report", "empty")
+    Path("empty/model.json").write_text("{")
+    assert "is not valid JSON" in refused("inspect", "empty")
