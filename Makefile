@@ -8,8 +8,9 @@ INSTALLED := .venv/.installed
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## run the demo
-	$(BIN)/python -m bayestrain.demo
+demo: $(INSTALLED) ## your own loop against a dense network, then a full run with its report
+	$(BIN)/python examples/own_loop.py
+	$(BIN)/bayestrain train --overwrite --out runs/demo
 
 test: lint ## everything CI runs: lint, then the tests
 	$(BIN)/pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -31,7 +32,8 @@ def _seed() -> None:
 def process_group() -> Iterator[None]:
     """A real process group of one process over the loopback device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        if sys.platform == "linux":  # else gloo asks for the host's name, which need not resolve
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         yield
         torch.distributed.destroy_process_group()

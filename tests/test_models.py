@@ -10,7 +10,7 @@ from torch import nn
 
 from bayestrain import models
 from bayestrain.errors import ConfigError
-from bayestrain.ranks import count_parameters
+from bayestrain.sizes import count_parameters
 
 NETWORKS: list[tuple[Callable[..., nn.Sequential], tuple[int, ...], int]] = [
     (models.mnist_mlp, (1, 28, 28), 496_885),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bayestrain import shrinkage, tt
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
-from bayestrain.ranks import count_parameters, tt_layers
+from bayestrain.sizes import count_parameters, tt_layers
 from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
@@ -104,7 +104,8 @@ def compact_(
         rows.append(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
-    notes = _notes(rows, plans, rule)
+    cut_before = any(any(layer.rank_state.dropped) for layer in layers.values() if layer.rank_state is not None)
+    notes = _notes(rows, plans, rule, cut_before)
     return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
 
 
@@ -254,12 +255,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plans: dict[str, _Plan], 
                     )
 
 
-def _notes(rows: Sequence[CompactedLayer], plans: dict[str, _Plan], rule: str) -> tuple[str, ...]:
+def _notes(rows: Sequence[CompactedLayer], plans: dict[str, _Plan], rule: str, cut_before: bool) -> tuple[str, ...]:
     notes = [note for plan in plans.values() for note in plan.notes]
-    if all(row.ranks == row.ranks_before for row in rows) and any(max(row.ranks) > 1 for row in rows):
+    moved = cut_before or any(row.ranks != row.ranks_before for row in rows)
+    if not moved and any(max(row.ranks) > 1 for row in rows):
         notes.append(
-            "no rank moved. If this model was not compacted before: train longer or with a larger prior weight, check "
-            "that prior.loss() is in the loss and prior.step() is called after each optimiser step, or raise tol."
+            "no rank moved. Train longer or with a larger prior weight, check that prior.loss() is in the loss and "
+            "prior.step() is called after each optimiser step, or raise tol."
         )
     if rule != "lambda":
         notes += [

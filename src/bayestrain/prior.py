@@ -109,7 +109,7 @@ class RankPrior:
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included."""
         terms = [
-            shrinkage.log_prob(list(layer.cores), state.log_lambdas, self.a, self.b)
+            shrinkage.log_prob(list(layer.cores), state.log_lambdas, self.a, self.b, state.dropped)
             for layer in self.layers.values()
             if (state := layer.rank_state) is not None
         ]
@@ -141,18 +141,20 @@ class RankPrior:
         """Turn the rank indices to the singular directions; lambda moves to where the new cores want it."""
         assert layer.rank_state is not None
         layer.set_cores(tt.align(list(layer.cores)))
-        us = layer.rank_state.log_lambdas
-        moved = shrinkage.conditional_mode(list(layer.cores), us, self.a, self.b, self.floor, sweeps=10)
+        us, dropped = layer.rank_state.log_lambdas, layer.rank_state.dropped
+        moved = shrinkage.conditional_mode(
+            list(layer.cores), us, self.a, self.b, self.floor, sweeps=10, dropped=dropped
+        )
         for u, new in zip(us, moved, strict=True):
             u.copy_(new)
 
     def _update_lambdas(self, layer: TTLayer) -> None:
         assert layer.rank_state is not None
-        cores, us = list(layer.cores), layer.rank_state.log_lambdas
+        cores, us, dropped = list(layer.cores), layer.rank_state.log_lambdas, layer.rank_state.dropped
         energies = shrinkage.slice_energies(cores)
         sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
         for bond, u in enumerate(us, start=1):
-            terms = shrinkage.conditional(energies, sizes, us, bond, self.a)
+            terms = shrinkage.conditional(energies, sizes, us, bond, self.a, dropped)
             if self.update == "newton":
                 moved = shrinkage.newton_step(u, *terms, self.b)
             else:

@@ -6,6 +6,7 @@ The JSON describes every tensor-train layer, so a model whose ranks were found i
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch import nn
 
 from bayestrain import models
 from bayestrain.errors import ConfigError, DataError
+from bayestrain.files import write_atomically
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
-from bayestrain.ranks import count_parameters, tt_layers
+from bayestrain.sizes import count_parameters, tt_layers
 
 FORMAT = 1
 WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
@@ -38,8 +40,11 @@ def save_model(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None
         "layers": {name: _describe(layer) for name, layer in layers.items()},
     }
     text = json.dumps(description, indent=2) + "\n"  # fails, if it does, before anything is written
-    write(model, str(folder / WEIGHTS))
-    (folder / DESCRIPTION).write_text(text)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        write(model, str(Path(scratch) / WEIGHTS))
+        content = (Path(scratch) / WEIGHTS).read_bytes()
+    write_atomically(folder / WEIGHTS, content)
+    write_atomically(folder / DESCRIPTION, text)
 
 
 def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:

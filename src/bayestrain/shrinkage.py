@@ -37,8 +37,16 @@ def log_variances(log_lambdas: Sequence[Tensor]) -> list[Tensor]:
     return [first, *middle, last]
 
 
-def log_prob(cores: Cores, log_lambdas: Sequence[Tensor], a: float, b: float) -> Tensor:
-    """``log p(cores | lambda) + log p(lambda)``, every constant included (Hawkins & Zhang 2019, eqs. 9-11)."""
+def log_prob(
+    cores: Cores, log_lambdas: Sequence[Tensor], a: float, b: float, dropped: Sequence[int] | None = None
+) -> Tensor:
+    """``log p(cores | lambda) + log p(lambda)``, every constant included (Hawkins & Zhang 2019, eqs. 9-11).
+
+    `dropped` counts, per bond, rank indices that were cut because they are zero. Their slices still stand in the
+    density of the neighbouring lambdas, so that cutting them does not change what the prior wants of the others; terms
+    that depend on nothing but the dropped indices are left out.
+    """
+    gone = [0] * len(log_lambdas) if dropped is None else list(dropped)
     total = torch.zeros((), dtype=cores[0].dtype, device=cores[0].device)
     for core, energy, log_variance in zip(cores, slice_energies(cores), log_variances(log_lambdas), strict=True):
         per_slice = core.numel() // energy.numel()
@@ -47,23 +55,35 @@ def log_prob(cores: Cores, log_lambdas: Sequence[Tensor], a: float, b: float) ->
             + per_slice * log_variance.sum()
             + core.numel() * math.log(2 * math.pi)
         )
+    for k in range(1, len(log_lambdas)):  # the cores between two bonds
+        left, right = log_lambdas[k - 1], log_lambdas[k]
+        per_slice = cores[k].numel() // (len(left) * len(right))
+        if gone[k - 1] or gone[k]:
+            total = total - 0.5 * per_slice * (gone[k - 1] * right.sum() + gone[k] * left.sum())
     for u in log_lambdas:
         total = total + ((a - 1) * u - b * u.exp()).sum() + u.numel() * (a * math.log(b) - math.lgamma(a))
     return total
 
 
 def conditional(
-    energies: Sequence[Tensor], sizes: Sequence[int], log_lambdas: Sequence[Tensor], bond: int, a: float
+    energies: Sequence[Tensor],
+    sizes: Sequence[int],
+    log_lambdas: Sequence[Tensor],
+    bond: int,
+    a: float,
+    dropped: Sequence[int] | None = None,
 ) -> tuple[float, Tensor, Tensor]:
     """The terms of one bond's ``-log p(u | cores, other bonds)`` as ``(linear, inverse, inverse_square)``.
 
     Per entry it is ``linear * u + inverse * exp(-u) + inverse_square * exp(-2u) + b * exp(u)``, up to a constant:
-    convex in u, with positive coefficients. `sizes` are the numbers of entries in one slice of each core.
+    convex in u, with positive coefficients. `sizes` are the numbers of entries in one slice of each core; `dropped` is
+    as in `log_prob`.
 
     The gradient printed in the paper is the derivative with respect to a slice's *variance*: the chain-rule factor of
     the neighbouring lambda is missing and the square at the first and last core is not treated. It does not agree with
     finite differences; this one does.
     """
+    gone = [0] * len(log_lambdas) if dropped is None else list(dropped)
     left, right = energies[bond - 1], energies[bond]
     inverse = torch.zeros_like(log_lambdas[bond - 1])
     inverse_square = torch.zeros_like(inverse)
@@ -74,14 +94,14 @@ def conditional(
     else:
         neighbour = log_lambdas[bond - 2]
         inverse = inverse + 0.5 * torch.exp(-neighbour) @ left
-        linear += 0.5 * sizes[bond - 1] * len(neighbour)
+        linear += 0.5 * sizes[bond - 1] * (len(neighbour) + gone[bond - 2])
     if bond == len(log_lambdas):
         inverse_square = inverse_square + 0.5 * right[:, 0]
         linear += sizes[bond]
     else:
         neighbour = log_lambdas[bond]
         inverse = inverse + 0.5 * right @ torch.exp(-neighbour)
-        linear += 0.5 * sizes[bond] * len(neighbour)
+        linear += 0.5 * sizes[bond] * (len(neighbour) + gone[bond])
     return linear, inverse, inverse_square
 
 
@@ -105,7 +125,13 @@ def apply_floor(u: Tensor, floor: float) -> Tensor:
 
 
 def conditional_mode(
-    cores: Cores, log_lambdas: Sequence[Tensor], a: float, b: float, floor: float, sweeps: int
+    cores: Cores,
+    log_lambdas: Sequence[Tensor],
+    a: float,
+    b: float,
+    floor: float,
+    sweeps: int,
+    dropped: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """``log lambda`` moved towards the joint mode given the cores by `sweeps` of Newton steps, bond after bond."""
     energies = slice_energies(cores)
@@ -113,6 +139,6 @@ def conditional_mode(
     us = list(log_lambdas)
     for _ in range(sweeps):
         for k in range(len(us)):
-            moved = newton_step(us[k], *conditional(energies, sizes, us, k + 1, a), b)
+            moved = newton_step(us[k], *conditional(energies, sizes, us, k + 1, a, dropped), b)
             us[k] = apply_floor(moved, floor)
     return us

@@ -209,7 +209,7 @@ def _kept(singular_values: Tensor, budget: float, cap: int) -> int:
     """The smallest rank >= 1 whose dropped singular values have a norm within `budget`, and at most `cap`."""
     singular_values = singular_values.detach()
     # A rank is never kept for rounding noise alone, whatever the tolerance.
-    noise = torch.finfo(singular_values.dtype).eps * len(singular_values) * float(singular_values[0])
+    noise = 10 * torch.finfo(singular_values.dtype).eps * len(singular_values) * float(singular_values[0])
     tails = singular_values.flip(0).square().cumsum(0).sqrt().flip(0)  # tails[r]: norm of everything from r on
     needed = int((tails > max(budget, noise)).sum())
     return max(1, min(needed, cap))

@@ -38,9 +38,12 @@ class RankState(nn.Module):
     """
 
     held_norm: Tensor
+    start_ranks: Tensor
 
     def __init__(self, ranks: Sequence[int], like: Tensor) -> None:
         super().__init__()
+        self.started_with = tuple(ranks)
+        self.register_buffer("start_ranks", torch.tensor(ranks, dtype=torch.int64, device=like.device))
         self.bonds = len(ranks)
         for k, rank in enumerate(ranks, start=1):
             self.register_buffer(f"log_lambda_{k}", torch.zeros(rank, dtype=like.dtype, device=like.device))
@@ -50,6 +53,15 @@ class RankState(nn.Module):
     def log_lambdas(self) -> list[Tensor]:
         """One vector per bond, in order."""
         return [self.get_buffer(f"log_lambda_{k}") for k in range(1, self.bonds + 1)]
+
+    @property
+    def dropped(self) -> list[int]:
+        """Per bond, how many rank indices compaction has cut since the prior was attached."""
+        return [start - len(u) for start, u in zip(self.started_with, self.log_lambdas, strict=True)]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.started_with = tuple(self.start_ranks.tolist())
 
     def set_log_lambda(self, bond: int, value: Tensor) -> None:
         """Replace the vector of one bond; its length may change."""

@@ -166,7 +166,7 @@ def _chips(run: Run) -> list[tuple[str, str]]:
         ("seed", "" if run.seed is None else str(run.seed)),
         ("on", machine),
         ("started", environment.get("started", "")[:16].replace("T", " ")),
-        ("commit", environment.get("commit", "")[:9]),
+        ("commit", environment.get("commit", "")[:9] + (" + changes" if environment.get("dirty") == "true" else "")),
     ]
     return [(name, value) for name, value in chips if value not in ("", "null")]
 

@@ -55,6 +55,7 @@ class DataConfig(Section):
 
     name: str = setting("the data set", choices=tuple(IMAGES))
     folder: str = setting("where its files are; empty: the cache, then the mirrors", "")
+    normalize: bool = setting("shift and scale pixels to mean 0 and variance 1; else they stay in [0, 1]", True)
     validation_fraction: float = setting("part of the training images held out to watch", 0.1, at_least=0, below=1)
     pad_crop: int = setting("pad by so many pixels, then crop at random; 0: off", 0, at_least=0, at_most=27)
     flip: bool = setting("mirror half of the images left to right", False)

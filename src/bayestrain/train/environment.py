@@ -54,7 +54,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10)
+    result = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
     return result.stdout.strip()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from bayestrain import data, models
 from bayestrain.convert import TensorizeConfig, tensorize_
 from bayestrain.errors import ConfigError, TrainingError
+from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
-from bayestrain.ranks import count_parameters, ranks, tt_layers
 from bayestrain.saved import save_model
+from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
-from bayestrain.train.checkpoint import LAST, write_atomically, write_json
+from bayestrain.train.checkpoint import LAST
 from bayestrain.train.config import DataConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.loop import FitResult, fit
@@ -47,6 +49,9 @@ def run_experiment(
     train, validation = splits.train, None
     if config.data.validation_fraction:
         train, validation = splits.train.split(config.data.validation_fraction, seed=config.experiment.seed)
+
+    if not config.data.normalize:
+        splits = dataclasses.replace(splits, mean=(0.0,) * len(splits.mean), std=(1.0,) * len(splits.std))
 
     torch.manual_seed(config.experiment.seed)
     model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
@@ -151,7 +156,7 @@ def _write_outcome(
     out: Path, config: RunConfig, splits: data.Splits, model: nn.Module, outcome: FitResult, probs: Tensor,
     summary: dict[str, Any],
 ) -> None:  # fmt: skip
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     about = {
         "model": config.experiment.model,
@@ -172,7 +177,7 @@ def _write_outcome(
         "hardest": hardest,
         "hardest_images": splits.test.images[hardest],
     }
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(out / "evaluation.safetensors"))
+    write_atomically(out / "evaluation.safetensors", save({name: t.contiguous() for name, t in tensors.items()}))
     write_json(out / "spectra.json", outcome.spectra)
     write_json(out / "result.json", summary)
 

@@ -21,7 +21,7 @@ from bayestrain.compact import compact_
 from bayestrain.data import Images
 from bayestrain.errors import Interrupted, TrainingError
 from bayestrain.prior import RankPrior
-from bayestrain.ranks import count_parameters, ranks, tt_layers
+from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train.checkpoint import BEST, LAST, History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.progress import Progress, Silent
@@ -116,9 +116,7 @@ class _Fit:
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if self.config.optimizer == "sgd":
-            return torch.optim.SGD(
-                parameters, lr, momentum=self.config.momentum, weight_decay=self.config.weight_decay
-            )
+            return torch.optim.SGD(parameters, lr, momentum=self.config.momentum, weight_decay=self.config.weight_decay)
         kind = torch.optim.AdamW if self.config.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, lr, weight_decay=self.config.weight_decay)
 
@@ -169,7 +167,7 @@ class _Fit:
                 data, prior, right = (sums / seen).tolist()
                 if not math.isfinite(data + prior):
                     raise self._diverged(epoch, step, data, prior, rate)
-                self.progress.step(epoch, step, data + prior, right, rate)
+                self.progress.step(epoch, step, data, right, rate)
         return {"train_loss": data, "prior_loss": prior, "train_accuracy": right}
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import nn
 
 import bayestrain as bt
 from bayestrain import models
-from bayestrain.ranks import tt_layers
+from bayestrain.sizes import tt_layers
 
 
 def test_the_papers_counts() -> None:
