@@ -3,10 +3,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint results clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## your own loop against a dense network, then a full run with its report
 	$(BIN)/python examples/own_loop.py
@@ -20,6 +20,10 @@ lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+results: $(INSTALLED) ## run again what is under results/: an hour or less on two cores
+	$(BIN)/python tools/run_seeds.py mnist --seeds 0 1 2 3 4 --jobs 2
+	$(BIN)/python benchmarks/compaction.py mnist
 
 clean: ## remove .venv, caches and build output; runs/ stays
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

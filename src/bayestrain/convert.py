@@ -144,11 +144,16 @@ def tensorize_(
             + ("kept were: " + "; ".join(f"{n} ({why})" for n, why in kept) if kept else "this model has none")
             + "."
         )
-    for module, layer in built.items():
-        for name in names[module]:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, layer)
+    replace_layers(model, built)
     return TensorizeReport(tuple(rows), tuple(kept))
+
+
+def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each replacement wherever its original is used."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replacements:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, replacements[module])
 
 
 def _is_candidate(module: nn.Module) -> bool:

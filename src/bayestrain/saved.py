@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from bayestrain import models
+from bayestrain.convert import replace_layers
 from bayestrain.errors import ConfigError, DataError
 from bayestrain.files import write_atomically
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
@@ -64,9 +65,11 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
                 f"{sorted(models.BUILDERS)}. Pass the dense network: load_model(path, model)."
             )
         model = build(num_classes=len(description["classes"]))
-    for name, about in description["layers"].items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _build(about))
+    try:
+        originals = {name: model.get_submodule(name) for name in description["layers"]}
+    except AttributeError as error:
+        raise ConfigError(f"The network given is not the one that was saved in {folder}: {error}.") from error
+    replace_layers(model, {originals[name]: _build(about) for name, about in description["layers"].items()})
     try:
         read(model, str(folder / WEIGHTS))
     except (SafetensorError, RuntimeError, OSError) as error:

@@ -131,6 +131,7 @@ def train(
 
 def run(config: RunConfig, folder: Path, device: str, resume: bool, progress: Progress) -> tuple[dict[str, Any], Path]:
     """Train and report; the result and the path of the report."""
+    from bayestrain import data
     from bayestrain.report import write_report
     from bayestrain.train.experiment import run_experiment
 
@@ -139,6 +140,7 @@ def run(config: RunConfig, folder: Path, device: str, resume: bool, progress: Pr
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     else:
         if not resume:
+            data.get(config.data.name, config.data.folder or None)  # no data, no loss of the run that is there
             runs.clear(folder)
         result = run_experiment(
             config, folder, device=device, resume=runs.has_checkpoint(folder), progress=progress, command=command_line()

@@ -1,0 +1,195 @@
+"""`bt.fit` in a program: exact resumption, divergence, logs, and what a user may leave out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bayestrain as bt
+from bayestrain import data
+from bayestrain.errors import Interrupted, TrainingError
+from bayestrain.train import toml
+from bayestrain.train.checkpoint import History, load_checkpoint
+from bayestrain.train.experiment import run_experiment
+from bayestrain.train.metrics import classification_metrics, evaluator
+from bayestrain.train.progress import Silent
+from bayestrain.train.schedule import finetune_rate, learning_rate
+
+DIGITS = data.load("mnist-mini")
+TRAIN = DIGITS.train.subset(range(1000))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 625), nn.ReLU(), nn.Dropout(0.1), nn.Linear(625, 10))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=8))
+    return model
+
+
+def settings(**changes: Any) -> bt.FitConfig:
+    common = {"epochs": 4, "batch_size": 100, "lr": 1e-2, "compact_from": 1, "compact_every": 1, "compact_tol": 0.3}
+    return bt.FitConfig(**{**common, "finetune_epochs": 2, "round_tol": 0.3, **changes})
+
+
+def jitter(images: Tensor, generator: torch.Generator) -> Tensor:
+    return data.shift(images, 1, generator)
+
+
+class StopAfter(Silent):
+    """Presses Ctrl-C after some epochs."""
+
+    def __init__(self, epoch: int) -> None:
+        self.last = epoch
+
+    def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:  # noqa: ARG002
+        if epoch > self.last:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 5])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp_path: Path) -> None:
+    config = settings(optimizer=optimizer, lr=1e-2 if optimizer == "adam" else 1e-3)
+    prior = bt.PriorConfig(warmup_epochs=1, align_every=4)
+    whole = network()
+    expected = bt.fit(whole, TRAIN, None, config, prior=prior, augment=jitter)
+
+    with pytest.raises(Interrupted, match=f"epoch {stop}") as stopped:
+        bt.fit(network(), TRAIN, None, config, prior=prior, augment=jitter, folder=tmp_path, progress=StopAfter(stop))
+    assert stopped.value.folder == str(tmp_path)
+    torch.rand(7)  # another program's use of the global generator does not matter
+    model = network()
+    result = bt.fit(model, TRAIN, None, config, prior=prior, augment=jitter, folder=tmp_path, resume=True)
+
+    assert bt.ranks(model) == bt.ranks(whole)
+    for (name, a), (_, b) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    strip = [{k: v for k, v in line.items() if k != "seconds"} for line in result.history]
+    assert strip == [{k: v for k, v in line.items() if k != "seconds"} for line in expected.history]
+    on_disk = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in on_disk] == list(range(7))
+
+
+def test_training_gets_smaller_and_ends_without_lambda(tmp_path: Path) -> None:
+    model = network()
+    evaluate = evaluator(DIGITS.test, lambda x: x, "cpu")
+    result = bt.fit(model, TRAIN, evaluate, settings(), folder=tmp_path)
+    params = [line["params"] for line in result.history]
+    assert params == sorted(params, reverse=True)
+    assert params[-1] < params[0]
+    assert result.history[-1]["validation"]["accuracy"] > 0.5
+    assert not any("lambda" in key for key in model.state_dict())
+    assert set(result.spectra["layers"]) == set(bt.ranks(model))
+    best = load_checkpoint(tmp_path, "checkpoint-best.pt")
+    scores = [line["validation"]["log_likelihood"] for line in result.history]
+    assert best["epoch"] == max(range(len(scores)), key=scores.__getitem__)
+
+
+def test_a_loss_that_is_not_finite_stops_with_a_diagnosis(tmp_path: Path) -> None:
+    calls = 0
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = nn.functional.cross_entropy(outputs, labels)
+        return value * math.nan if calls == 25 else value
+
+    with pytest.raises(TrainingError, match=r"not finite at epoch 3.*data loss is nan.*last good checkpoint.*fit\.lr"):
+        bt.fit(network(), TRAIN, None, settings(), loss=loss, folder=tmp_path)
+    assert load_checkpoint(tmp_path)["epoch"] == 2
+
+
+def test_tensorboard_logs_are_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    bt.fit(network(), TRAIN, None, settings(epochs=2, finetune_epochs=0, tensorboard=True), folder=tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert "params" in events.Tags()["scalars"]
+    assert [event.step for event in events.Scalars("train_loss")] == [1, 2]
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "checkpoint-last.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(TrainingError, match="damaged"):
+        load_checkpoint(tmp_path)
+    torch.save({"format": 99}, tmp_path / "checkpoint-last.pt")
+    with pytest.raises(TrainingError, match="not a checkpoint of this version"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_half_written_line_of_history_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").write_text('{"epoch": 0}\n{"epoch": 1}\n{"epoch": 2}\n{"epo')
+    assert [line["epoch"] for line in History(tmp_path, until_epoch=1).lines] == [0, 1]
+    assert (tmp_path / "history.jsonl").read_text() == '{"epoch": 0}\n{"epoch": 1}\n'
+
+
+def test_rates_follow_their_schedules() -> None:
+    cosine = settings(epochs=10, lr=1.0, lr_warmup_epochs=2)
+    assert learning_rate(cosine, 0) == 0.0
+    assert learning_rate(cosine, 1) == pytest.approx(0.5 * 0.5 * (1 + math.cos(math.pi * 0.1)))
+    assert learning_rate(cosine, 10) == pytest.approx(0.0)
+    step = settings(epochs=10, lr=1.0, schedule="step", milestones=(0.5, 0.75), gamma=0.1)
+    assert [learning_rate(step, epoch) for epoch in (0, 4.9, 5, 7.5)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
+    assert finetune_rate(settings(finetune_lr=0.2, finetune_epochs=4), 2) == pytest.approx(0.1)
+
+
+def test_metrics_against_plain_loops() -> None:
+    torch.manual_seed(0)
+    probs = torch.rand(200, 4).double().softmax(1)
+    labels = torch.randint(0, 4, (200,))
+    found = classification_metrics(probs, labels)
+    rows = list(zip(probs.tolist(), labels.tolist(), strict=True))
+    assert found["accuracy"] == pytest.approx(sum(row.index(max(row)) == y for row, y in rows) / 200)
+    assert found["log_likelihood"] == pytest.approx(sum(math.log(row[y]) for row, y in rows) / 200)
+    brier = sum(sum((p - (k == y)) ** 2 for k, p in enumerate(row)) for row, y in rows) / 200
+    assert found["brier"] == pytest.approx(brier)
+
+
+@pytest.mark.parametrize(("name", "preset"), [(n, p) for n in toml.names() for p in toml.presets(n)])
+def test_every_shipped_config_trains_two_steps(name: str, preset: str) -> None:
+    """The network, modes, prior and optimiser of each config, on real images of the right shape."""
+    from bayestrain import models
+    from bayestrain.train.experiment import tensorize
+
+    config = toml.named(name, preset)
+    model = models.BUILDERS[config.experiment.model]()
+    tensorize(model, config.tensorize)
+    images = DIGITS.train.images[:4]
+    if "cifar" in config.data.name:
+        images = nn.functional.pad(images, (2, 2, 2, 2)).expand(-1, 3, -1, -1).contiguous()
+    few = data.Images(images, DIGITS.train.labels[:4])
+    fit = config.replace("fit", epochs=1, batch_size=2, finetune_epochs=0, lr_warmup_epochs=0.0).fit
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    result = bt.fit(model, few, None, fit, prior=config.prior)
+    assert math.isfinite(result.history[-1]["train_loss"])
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
+    config = toml.named("mnist-mini", "default", ["fit.epochs=1", "fit.finetune_epochs=0", "fit.batch_size=1000"])
+    result = run_experiment(config, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="test")
+    wanted = {
+        "experiment", "preset", "kind", "seed", "dense_params", "params", "ratio", "ranks", "accuracy",
+        "log_likelihood", "ece", "seconds", "peak_memory_bytes",
+    }  # fmt: skip
+    assert wanted <= set(result.summary)
+    assert result.summary["dense_params"] == 496_885
+    model = bt.load_model(tmp_path / "run")
+    assert bt.count_parameters(model) == result.summary["params"]
+    with torch.no_grad():
+        right = (model(DIGITS.test.images.float() / 255).argmax(1) == DIGITS.test.labels).double().mean()
+    assert float(right) == pytest.approx(result.summary["accuracy"])
+    with pytest.raises(bt.BayesTrainError, match="already holds a run"):
+        run_experiment(config, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="test")
+    other = config.replace("fit", lr=0.5)
+    with pytest.raises(bt.BayesTrainError, match=r"another config \(fit.lr"):
+        run_experiment(other, tmp_path / "run", device="cpu", resume=True, progress=Silent(), command="test")

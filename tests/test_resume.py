@@ -1,0 +1,82 @@
+"""Killed at any moment, a run that is resumed ends in the very same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SETTINGS = (
+    "fit.epochs=4", "fit.finetune_epochs=2", "fit.batch_size=900", "fit.compact_from=2", "fit.compact_tol=0.3",
+    "fit.round_tol=0.3", "prior.warmup_epochs=1", "prior.align_every=7",
+)  # fmt: skip
+KILLS = 10
+EXACT = ("model.safetensors", "model.json", "evaluation.safetensors", "spectra.json")
+
+
+def start(folder: Path, *extra: str) -> subprocess.Popen[bytes]:
+    sets = [part for setting in SETTINGS for part in ("--set", setting)]
+    command = [
+        sys.executable,
+        "-m",
+        "bayestrain",
+        "train",
+        "mnist-mini",
+        "--out",
+        str(folder),
+        "--quiet",
+        *sets,
+        *extra,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run that nobody disturbs, and how long it took."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    started = time.monotonic()
+    finish(start(folder))
+    return folder, time.monotonic() - started
+
+
+def test_killed_at_ten_random_times_the_resumed_run_is_bit_identical(
+    reference: tuple[Path, float], tmp_path: Path
+) -> None:
+    folder, seconds = reference
+    moments = random.Random(0)
+    reached = []
+    for kill in range(KILLS):
+        run = tmp_path / f"run{kill}"
+        process = start(run)
+        time.sleep(moments.uniform(0.3, 1.0) * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        history = run / "history.jsonl"
+        reached.append(len(history.read_text().splitlines()) if history.exists() else 0)
+        if run.exists():
+            finish(start(run, "--resume"))
+        else:  # killed before it made its folder
+            finish(start(run))
+        for name in EXACT:
+            assert (run / name).read_bytes() == (folder / name).read_bytes(), (kill, name, reached)
+    assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"
+
+
+def test_the_run_that_was_killed_really_cut_ranks(reference: tuple[Path, float]) -> None:
+    """Else the tests above would say nothing about cores that change their shapes."""
+    lines = (reference[0] / "history.jsonl").read_text().splitlines()
+    sizes = [line.split('"params": ')[1].split(",")[0] for line in lines]
+    assert len(set(sizes)) > 1, sizes

@@ -1,0 +1,82 @@
+"""Saved models come back as they were, and damaged ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bayestrain as bt
+from bayestrain.errors import DataError
+
+
+def own_network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 20, (3, 2), stride=2, padding=1, padding_mode="reflect"), nn.BatchNorm2d(20), nn.ReLU(),
+        nn.Conv2d(20, 16, 3, padding="same", bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+def trained() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = own_network()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=6))
+    model(torch.randn(8, 3, 9, 9))  # running statistics of its own
+    bt.compact_(model, tol=0.5)
+    return model.eval()
+
+
+def test_a_users_own_compacted_model_comes_back(tmp_path: Path) -> None:
+    model = trained()
+    bt.save_model(model, tmp_path, {"note": "mine"})
+    assert not [path.name for path in tmp_path.iterdir() if path.name not in ("model.safetensors", "model.json")]
+    for path in (tmp_path, tmp_path / "model.json", tmp_path / "model.safetensors"):
+        again = bt.load_model(path, own_network())
+        x = torch.randn(4, 3, 9, 9)
+        assert torch.equal(again(x), model(x))
+        assert bt.ranks(again) == bt.ranks(model)
+    assert json.loads((tmp_path / "model.json").read_text())["note"] == "mine"
+
+
+def test_a_layer_used_twice_is_saved_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    bt.tensorize_(model)
+    bt.save_model(model, tmp_path, {})
+    other = nn.Linear(16, 16)
+    again = bt.load_model(tmp_path, nn.Sequential(other, nn.ReLU(), other))
+    x = torch.randn(2, 16)
+    assert torch.equal(again(x), model(x))
+
+
+def test_lambda_is_no_part_of_a_saved_model(tmp_path: Path) -> None:
+    model = trained()
+    prior = bt.RankPrior(model, num_data=10)
+    with pytest.raises(bt.BayesTrainError, match=r"still carries lambda. Call prior.remove_\(\)"):
+        bt.save_model(model, tmp_path, {})
+    prior.remove_()
+    bt.save_model(model, tmp_path, {})
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no saved model.*model.json is missing"):
+        bt.load_model(tmp_path)
+    bt.save_model(trained(), tmp_path, {"model": "mine"})
+    with pytest.raises(bt.BayesTrainError, match="The network given is not the one that was saved"):
+        bt.load_model(tmp_path, nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(bt.BayesTrainError, match=r"not one of.*Pass the dense network"):
+        bt.load_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(DataError, match="missing, damaged or not the one described"):
+        bt.load_model(tmp_path, own_network())
+    (tmp_path / "model.json").write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        bt.load_model(tmp_path, own_network())
+    (tmp_path / "model.json").write_text('{"format": 7}')
+    with pytest.raises(DataError, match="does not describe a saved model"):
+        bt.load_model(tmp_path, own_network())
