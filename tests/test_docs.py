@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import tomllib
 from functools import reduce
@@ -67,6 +68,19 @@ def test_readme_does_not_exceed_its_promise_of_a_short_example() -> None:
 
 
 # --- every document ---------------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    summary = json.loads((ROOT / "results" / "mnist" / "default" / "summary.json").read_text())
+    columns = ("params", "ratio", "accuracy", "log_likelihood")
+    mean = [summary[key]["mean"] for key in columns]
+    worst = [max(summary["params"]["each"]), *(min(summary[key]["each"]) for key in columns[1:])]
+    for label, row in (("BayesTrain, mean of 5 seeds", mean), ("worst seed of the five", worst)):
+        params, ratio, accuracy, likelihood = row
+        line = f"| {label} | {params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+        assert line in README.read_text(), line
+    assert len(summary["params"]["each"]) == 5
+    assert summary["failed"] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -190,7 +190,8 @@ def _spectra(path: Path) -> Spectra | None:
                 raise ValueError(f"layer {name!r} has a bond without singular values")
             if len(ranks) != len(bonds[name]):
                 raise ValueError(f"layer {name!r} has {len(bonds[name])} bonds but {len(ranks)} ranks")
-        return Spectra(float(content["tol"]), bonds, cut) if bonds else None
+        earlier = {name: about["earlier"] for name, about in layers.items() if "earlier" in about}
+        return Spectra(float(content["tol"]), bonds, cut, earlier) if bonds else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
             f"{path} is malformed ({error!r}). Delete it to leave the spectra out of the report."

@@ -1,6 +1,6 @@
 """What a run folder holds, as plain data. `load` fills it; the figures read it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +41,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Spectra:
-    """Singular values per layer and bond just before the final rounding, and the ranks it kept."""
+    """Singular values per layer and bond just before the final rounding, and the ranks it kept.
+
+    `earlier` are those that training cut on the way, relative to the largest of the bond at that moment.
+    """
 
     tol: float
     bonds: dict[str, list[list[float]]]
     cut: dict[str, tuple[int, ...]]
+    earlier: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

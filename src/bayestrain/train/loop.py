@@ -112,6 +112,8 @@ class _Fit:
         self.best = -math.inf
         self.resumed = False
         self.spectra: dict[str, Any] = {}
+        self.cut_earlier: dict[str, list[list[float]]] = {}
+        """Per layer and bond, the singular values that the search has cut, relative to the largest of that moment."""
 
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -201,19 +203,33 @@ class _Fit:
         config, every = self.config, self.config.compact_every
         if self.prior is None or not every or self.epoch < config.compact_from or self.epoch % every:
             return
-        compact_(self.model, config.compact_tol, "contribution", self.optimizer)
+        bonds = self._bond_spectra()
+        for row in compact_(self.model, config.compact_tol, "contribution", self.optimizer).layers:
+            earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
+            for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
+                known[:0] = [value / max(values[0], 1e-300) for value in values[rank:]]
+
+    def _bond_spectra(self) -> dict[str, list[list[float]]]:
+        return {
+            name: [s.tolist() for s in tt.bond_spectra([core.detach().double() for core in layer.cores])]
+            for name, layer in tt_layers(self.model).items()
+        }
 
     def _round(self) -> None:
         """End of the search: the smallest ranks for the tolerance, no prior from here on, a fresh optimiser."""
         assert self.prior is not None
-        bonds = {
-            name: [s.tolist() for s in tt.bond_spectra([core.detach().double() for core in layer.cores])]
-            for name, layer in tt_layers(self.model).items()
-        }
+        bonds = self._bond_spectra()
         report = compact_(self.model, self.config.round_tol)
         self.spectra = {
             "tol": self.config.round_tol,
-            "layers": {row.name: {"bonds": bonds[row.name], "cut": list(row.ranks[1:-1])} for row in report.layers},
+            "layers": {
+                row.name: {
+                    "bonds": bonds[row.name],
+                    "cut": list(row.ranks[1:-1]),
+                    "earlier": self.cut_earlier.get(row.name, [[] for _ in bonds[row.name]]),
+                }
+                for row in report.layers
+            },
         }
         for note in report.notes:
             self.progress.message(note)
@@ -269,6 +285,7 @@ class _Fit:
             "seconds": self.seconds,
             "best": self.best,
             "spectra": self.spectra,
+            "cut_earlier": self.cut_earlier,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -286,7 +303,7 @@ class _Fit:
         if state["cuda_rng"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.epoch, self.seconds, self.best = state["epoch"], state["seconds"], state["best"]
-        self.spectra = state["spectra"]
+        self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 
     def _diverged(self, epoch: int, step: int, data: float, prior: float, rate: float) -> TrainingError:
         what = "the prior" if math.isfinite(data) else "the data loss"

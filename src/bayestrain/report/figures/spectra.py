@@ -35,13 +35,14 @@ def spectrum_plots(run: Run) -> list[Plot]:
 
 def _spectrum(spectra: Spectra, layer: Layer, index: int) -> Plot:
     name = f"spectrum-{index + 1}"
-    bonds, cuts = spectra.bonds[layer.name], spectra.cut[layer.name]
+    bonds, cuts = _with_earlier(spectra, layer.name), spectra.cut[layer.name]
+    early = any(spectra.earlier.get(layer.name, []))
     describe = f"Singular values at the bonds of layer {layer.name}; kept: {', '.join(map(str, cuts))}."
-    smallest = min(value / max(values[0], 1e-300) for values in bonds for value in values)
+    smallest = min(value for values in bonds for value in values)
     floor = min(max(smallest / 3, SMALLEST / 2), 0.05)
     with drawing(stacked_height(len(bonds)), len(bonds), sharex=True) as (figure, all_axes):
         for bond, (axes, values, cut) in enumerate(zip(all_axes, bonds, cuts, strict=True)):
-            relative = np.maximum(np.array(values) / max(values[0], 1e-300), SMALLEST)
+            relative = np.maximum(np.array(values), SMALLEST)
             places = np.arange(1, len(values) + 1)
             for part, colour in ((slice(0, cut), "kept"), (slice(cut, None), "cut")):
                 for bar, place in zip(
@@ -64,20 +65,25 @@ def _spectrum(spectra: Spectra, layer: Layer, index: int) -> Plot:
         all_axes[-1].set_xlabel("singular value number")
         figure.supylabel("value / largest", fontsize=9.5, color=LIGHT["muted"])
         svg = inline(figure, name, describe)
-    if all(cut == len(values) for cut, values in zip(cuts, bonds, strict=True)):
-        caption = (
-            f"Nothing left to drop at a tolerance of {tolerance(spectra.tol)}: training had cut these ranks already."
-        )
-    else:
-        caption = f"Dashed: the cut at a tolerance of {tolerance(spectra.tol)}. What is grey was dropped."
+    caption = f"Dashed: the cut at a tolerance of {tolerance(spectra.tol)}. What is grey was dropped"
+    caption += ", most of it during training: shown with the size it had then." if early else "."
     return Plot(name, f"Spectrum of layer {layer.name}", caption, describe, svg)
+
+
+def _with_earlier(spectra: Spectra, name: str) -> list[list[float]]:
+    """A layer's singular values per bond relative to the largest, those that training cut on the way at the end."""
+    bonds = spectra.bonds[name]
+    earlier = spectra.earlier.get(name) or [[] for _ in bonds]
+    return [
+        [value / max(values[0], 1e-300) for value in values] + cut for values, cut in zip(bonds, earlier, strict=True)
+    ]
 
 
 def _histogram(spectra: Spectra) -> Plot:
     kept, dropped = [], []
-    for name, bonds in spectra.bonds.items():
-        for values, cut in zip(bonds, spectra.cut[name], strict=True):
-            relative = np.maximum(np.array(values) / max(values[0], 1e-300), 1e-6)
+    for name in spectra.bonds:
+        for values, cut in zip(_with_earlier(spectra, name), spectra.cut[name], strict=True):
+            relative = np.maximum(np.array(values), 1e-6)
             kept += list(relative[:cut])
             dropped += list(relative[cut:])
     describe = f"Histogram of all singular values: {len(kept)} kept, {len(dropped)} cut."
