@@ -268,3 +268,102 @@ def test_nan_weights_and_strange_optimisers_are_refused_before_any_change() -> N
     with pytest.raises(bt.BayesTrainError, match="Layer '1' has NaN or infinite weights"):
         bt.compact_(model)
     assert bt.ranks(model) == {"0": (1, 6, 6, 6, 1), "1": (1, 6, 6, 6, 1)}
+
+
+@pytest.mark.parametrize("rule", ["rounding", "contribution"])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tolerance_is_one_of_the_visible_weight_also_with_padded_modes(rule: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = bt.TTLinear(5, 5, in_modes=(3, 2), out_modes=(3, 2), max_rank=6)
+    with torch.no_grad():
+        layer.cores[0][:, 2] *= 30.0  # the last rows, of which one exists only inside
+    model = nn.Sequential(layer, bt.TTConv2d(5, 7, 3, in_modes=(3, 2), out_modes=(2, 2, 2), max_rank=6))
+    assert layer.is_padded
+    before = [module.weight.detach().double() for module in model]
+    report = bt.compact_(model, tol=0.3, rule=rule)
+    for old, module, row in zip(before, model, report.layers, strict=True):
+        error = float((module.weight.detach().double() - old).norm() / old.norm())
+        assert error <= 0.3
+        assert row.error == pytest.approx(error, abs=1e-5)
+
+
+def test_small_tolerances_hold_in_single_precision() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layer = bt.TTLinear(256, 256, max_rank=12)
+        with torch.no_grad():
+            layer.cores[1][..., 0] *= 5e-6
+        before = layer.weight.detach().double()
+        bt.compact_(nn.Sequential(layer), tol=1e-6)
+        assert (
+            float((layer.weight.detach().double() - before).norm() / before.norm()) <= 1.5e-6
+        )  # float32 storage itself
+
+
+def test_half_precision_can_be_compacted() -> None:
+    model = nn.Sequential(planted().to(torch.bfloat16))
+    assert bt.compact_(model, tol=0.05).changed
+    assert model[0].cores[0].dtype == torch.bfloat16
+
+
+def test_slices_that_are_alike_are_not_dropped_together() -> None:
+    """Each of two equal slices fits the tolerance, both together do not: the cross terms count."""
+    torch.manual_seed(0)
+    layer = bt.TTLinear(36, 36, in_modes=(6, 6), out_modes=(6, 6), max_rank=4).double()
+    with torch.no_grad():
+        first, second = layer.cores
+        for core, axis in ((first, -1), (second, 0)):
+            core.copy_(torch.nn.functional.normalize(core.transpose(0, axis).flatten(1), dim=1)
+                       .view(core.transpose(0, axis).shape).transpose(0, axis))  # fmt: skip
+        first[..., 2:] *= 0.3
+        first[..., 3], second[3] = first[..., 2].clone(), second[2].clone()
+    whole = layer.weight.detach()
+    one = float(tt.contributions([c.detach() for c in layer.cores])[0][3] / whole.norm())
+    model = nn.Sequential(layer)
+    bt.compact_(model, tol=1.6 * one, rule="contribution")  # two of size `one`: 1.41 if unrelated, 2 if alike
+    assert layer.ranks == (1, 3, 1)
+    assert float((layer.weight.detach() - whole).norm() / whole.norm()) <= 1.6 * one
+
+
+def test_after_more_training_compaction_looks_again() -> None:
+    model = nn.Sequential(planted())
+    bt.compact_(model, rule="contribution")
+    with torch.no_grad():
+        model[0].cores[1][..., 0] *= 1e-6
+    assert bt.compact_(model, rule="contribution").changed
+    other = nn.Sequential(planted())
+    bt.RankPrior(other, num_data=10)
+    bt.compact_(other, rule="lambda")
+    other[0].rank_state.log_lambdas[0][2] = -20.0
+    assert bt.compact_(other, rule="lambda").changed
+
+
+def test_sliced_gradients_are_those_of_the_surviving_slices() -> None:
+    model = nn.Sequential(planted())
+    model(torch.ones(4, 144).double()).square().sum().backward()
+    before = [core.grad.clone() for core in model[0].cores]
+    bt.compact_(model, rule="contribution")
+    for k, core in enumerate(model[0].cores):  # planted: the first indices of every bond survive
+        torch.testing.assert_close(core.grad, before[k][: core.shape[0], :, :, : core.shape[-1]])
+
+
+def test_after_rounding_lambda_is_at_its_mode_under_the_priors_own_settings() -> None:
+    model = nn.Sequential(planted())
+    prior = bt.RankPrior(model, num_data=10, a=3.0, b=200.0, align_every=0)
+    bt.compact_(model)
+    after = [u.clone() for u in model[0].rank_state.log_lambdas]
+    for _ in range(50):
+        prior.step()
+    torch.testing.assert_close(model[0].rank_state.log_lambdas, after, rtol=1e-4, atol=1e-4)
+
+
+def test_lbfgs_is_refused_and_lambda_less_state_dicts_do_not_break_the_prior() -> None:
+    model = nn.Sequential(planted())
+    with pytest.raises(bt.BayesTrainError, match="LBFGS keeps one flat vector"):
+        bt.compact_(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    small = nn.Sequential(planted())
+    bt.compact_(small)
+    prior = bt.RankPrior(model, num_data=10)
+    model.load_state_dict(small.state_dict(), strict=False)
+    prior.loss().backward()
+    prior.step()

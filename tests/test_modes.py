@@ -115,10 +115,10 @@ def test_errors_say_the_rule_the_value_and_what_to_type() -> None:
         "out_modes are larger than needed: (5, 3) has product 15 for a size of 10, and a smaller mode would do. "
         "Try out_modes=(5, 2)."
     )
-    for modes in ((), (3, 0), (-2, -5)):
+    for modes in ((), (3, 0), (-2, -5), (3.5, 4)):
         with pytest.raises(ShapeError) as error:
             check_modes(10, modes, "in_modes")
-        assert str(error.value) == f"in_modes must be positive integers, got {modes}."
+        assert str(error.value).startswith(f"in_modes must be positive integers, got {modes}. Try in_modes=(")
 
 
 @pytest.mark.parametrize(("size", "count"), [(0, 2), (-5, 2), (5, 0)])

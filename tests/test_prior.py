@@ -193,3 +193,95 @@ def test_the_users_loop_is_three_lines_longer() -> None:
             prior.step()
             losses.append(loss.detach())
     assert losses[-1] < losses[0]
+
+
+def test_a_norm_that_was_not_held_before_is_held_from_now_on() -> None:
+    model = nn.Sequential(bt.TTConv2d(4, 6, 3, max_rank=4), nn.BatchNorm2d(6))
+    norm = model[0].weight.detach().norm()
+    bt.RankPrior(model, num_data=10, hold_scale=())
+    prior = bt.RankPrior(model, num_data=10)
+    prior.step()
+    torch.testing.assert_close(model[0].weight.detach().norm(), norm)
+    with torch.no_grad():
+        model[0].cores[0].mul_(3)
+    prior.step()
+    torch.testing.assert_close(model[0].weight.detach().norm(), norm)
+
+
+def test_a_layer_that_starts_at_zero_is_held_once_it_has_a_norm() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, 3)
+    nn.init.zeros_(conv.weight)
+    model = nn.Sequential(bt.TTConv2d.from_dense(conv), nn.BatchNorm2d(6))
+    prior = bt.RankPrior(model, num_data=10)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(5):
+        (model(torch.randn(4, 4, 5, 5)).square().mean() + prior.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        prior.step()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert all(torch.isfinite(u).all() for u in model[0].rank_state.log_lambdas)
+
+
+def test_lambda_follows_when_the_scale_is_brought_back() -> None:
+    """Cores and lambda together are only rescaled, so every slice keeps its place relative to its own variance."""
+    model = conv_model().double()
+    prior = bt.RankPrior(model, num_data=10, align_every=0)
+    for _ in range(100):
+        prior.step()
+    before = [u.clone() for u in model[0].rank_state.log_lambdas]
+    norm = model[0].weight.detach().norm()
+    with torch.no_grad():
+        for core in model[0].cores:
+            core.mul_(1.5)
+        for u in model[0].rank_state.log_lambdas:
+            u.add_(math.log(1.5))
+    prior.step()
+    torch.testing.assert_close(model[0].weight.detach().norm(), norm)
+    torch.testing.assert_close(model[0].rank_state.log_lambdas, before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["newton", "gradient"])
+def test_lambda_stays_finite_between_cores_that_are_zero(update: str) -> None:
+    model = small_model().float()
+    with torch.no_grad():
+        for core in model[0].cores:
+            core.zero_()
+    prior = bt.RankPrior(model, num_data=10, update=update)
+    for _ in range(200):
+        prior.step()
+    assert torch.isfinite(prior.loss())
+    assert all(torch.isfinite(u).all() for u in model[0].rank_state.log_lambdas)
+
+
+def test_frozen_cores_are_left_alone_and_autocast_changes_nothing() -> None:
+    model = small_model()
+    for core in model[0].cores:
+        core.requires_grad_(False)
+    before = [core.clone() for core in model[0].cores]
+    bt.RankPrior(model, num_data=10, align_every=1).step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model[0].cores, strict=True))
+
+    with_autocast, without = conv_model(), conv_model()
+    for net, enabled in ((with_autocast, True), (without, False)):
+        prior = bt.RankPrior(net, num_data=10, align_every=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            prior.step()
+    assert torch.equal(with_autocast[0].cores[1], without[0].cores[1])
+
+
+def test_lambda_moves_with_the_cores_when_they_are_aligned() -> None:
+    """Right after an alignment lambda is near the mode of the new cores, not of the old ones."""
+    model = small_model()
+    prior = bt.RankPrior(model, num_data=10, align_every=60, floor=1e-6)
+    for _ in range(60):
+        prior.step()
+    cores = [core.detach() for core in model[0].cores]
+    mode = shrinkage.conditional_mode(cores, [torch.zeros(5).double()], 1.0, 5.0, 1e-6, sweeps=100)
+    torch.testing.assert_close(model[0].rank_state.log_lambdas[0], mode[0], rtol=1e-6, atol=1e-6)
+
+
+def test_half_precision_has_a_finite_prior() -> None:
+    model = nn.Sequential(bt.TTLinear(784, 625, dtype=torch.float16))
+    assert torch.isfinite(bt.RankPrior(model, num_data=10).loss())

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,26 +53,30 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return folder, time.monotonic() - started
 
 
+def kill_and_resume(run: Path, after: float) -> int:
+    """How many epochs had been written down when the run was killed."""
+    process = start(run)
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    history = run / "history.jsonl"
+    reached = len(history.read_text().splitlines()) if history.exists() else 0
+    finish(start(run, "--resume") if run.exists() else start(run))  # killed before it made its folder: just again
+    return reached
+
+
 def test_killed_at_ten_random_times_the_resumed_run_is_bit_identical(
     reference: tuple[Path, float], tmp_path: Path
 ) -> None:
     folder, seconds = reference
-    moments = random.Random(0)
-    reached = []
-    for kill in range(KILLS):
-        run = tmp_path / f"run{kill}"
-        process = start(run)
-        time.sleep(moments.uniform(0.3, 1.0) * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        history = run / "history.jsonl"
-        reached.append(len(history.read_text().splitlines()) if history.exists() else 0)
-        if run.exists():
-            finish(start(run, "--resume"))
-        else:  # killed before it made its folder
-            finish(start(run))
+    draw = random.Random(0)
+    runs = [tmp_path / f"run{kill}" for kill in range(KILLS)]
+    moments = [draw.uniform(0.3, 1.1) * seconds for _ in runs]
+    with ThreadPoolExecutor(2) as pool:  # two processes of one thread each
+        reached = list(pool.map(kill_and_resume, runs, moments))
+    for run in runs:
         for name in EXACT:
-            assert (run / name).read_bytes() == (folder / name).read_bytes(), (kill, name, reached)
+            assert (run / name).read_bytes() == (folder / name).read_bytes(), (run.name, name, reached)
     assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"
 
 

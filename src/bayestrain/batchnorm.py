@@ -1,6 +1,7 @@
 """Find the tensor-train layers whose output goes straight into a batch norm: the scale of their weight is free."""
 
 import warnings
+from collections import Counter
 from itertools import pairwise
 
 from torch import fx, nn
@@ -11,6 +12,8 @@ from bayestrain.layers import TTLayer
 
 def normalised_layers(model: nn.Module) -> dict[str, list[str]]:
     """``{layer name: [batch norm names]}`` for every TT layer whose output is used by batch norms and nothing else.
+
+    A batch norm that is used in several places does not count: its statistics belong to more than one layer.
 
     The model is traced symbolically. A model that cannot be traced (its forward branches on data) is searched by the
     order of registration instead: a batch norm of matching size right behind the layer in the same parent.
@@ -31,12 +34,15 @@ class _Tracer(fx.Tracer):
 
 def _by_graph(model: nn.Module, graph: fx.Graph) -> dict[str, list[str]]:
     found: dict[str, list[str | None]] = {}
+    calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
     for node in graph.nodes:
         if node.op != "call_module" or not isinstance(model.get_submodule(node.target), TTLayer):
             continue
         users = [
             str(user.target)
-            if user.op == "call_module" and isinstance(model.get_submodule(str(user.target)), _BatchNorm)
+            if user.op == "call_module"
+            and isinstance(model.get_submodule(str(user.target)), _BatchNorm)
+            and calls[str(user.target)] == 1
             else None
             for user in node.users
         ]

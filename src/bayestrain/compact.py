@@ -1,6 +1,5 @@
 """`compact_`: cut the ranks that do not matter, a physically smaller model out."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from bayestrain import shrinkage, tt
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
+from bayestrain.layers.base import own_precision
 from bayestrain.sizes import count_parameters, tt_layers
 from bayestrain.tables import text_table
 
@@ -91,7 +91,8 @@ def compact_(
     layers = tt_layers(model)
     if not layers:
         raise ConfigError("The model has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
-    plans = {name: _plan(name, layer, rule, tol) for name, layer in layers.items()}
+    with own_precision(next(iter(layers.values())).cores[0]):
+        plans = {name: _plan(name, layer, rule, tol) for name, layer in layers.items()}
     if optimizer is not None:
         _check_optimizer(optimizer, plans, layers)
 
@@ -100,7 +101,7 @@ def compact_(
     for name, layer in layers.items():
         ranks_before, parameters_before = layer.ranks, layer.parameters_left
         plans[name].apply(layer, optimizer)
-        layer.compacted = (rule, tol, _fingerprint(layer))
+        layer.compacted = (rule, tol, _fingerprint(layer, rule))
         rows.append(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
@@ -132,9 +133,10 @@ class _Plan:
                 if optimizer is not None:
                     optimizer.state.pop(parameter, None)
             if state is not None:
-                start = [core.new_zeros(core.shape[0]) for core in self.cores[1:]]
+                for bond, core in enumerate(self.cores[1:], start=1):
+                    state.set_log_lambda(bond, core.new_zeros(core.shape[0]))
                 modes = shrinkage.conditional_mode(
-                    self.cores, start, shrinkage.GAMMA_SHAPE, shrinkage.GAMMA_RATE, shrinkage.FLOOR, sweeps=50
+                    self.cores, state.log_lambdas, state.a, state.b, state.floor, sweeps=50, dropped=state.dropped
                 )
                 for bond, u in enumerate(modes, start=1):
                     state.set_log_lambda(bond, u)
@@ -167,16 +169,19 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
             f"Layer {name!r} has NaN or infinite weights and cannot be compacted. "
             "Go back to a checkpoint from before training diverged."
         )
-    if layer.compacted == (rule, tol, _fingerprint(layer)):
+    if layer.compacted == (rule, tol, _fingerprint(layer, rule)):
         return _Plan(cores, 0.0)
+    exact = [core.double() for core in cores]
+    if layer.is_padded and rule != "lambda":  # the tolerance is one of the weight, not of what only exists inside
+        tol *= float(torch.linalg.vector_norm(layer.dense_weight(exact)) / tt.norm(exact).clamp_min(1e-300))
     if rule == "rounding":
-        new = tt.round_cores(cores, tol)
+        new = [core.to(old.dtype) for core, old in zip(tt.round_cores(exact, tol), cores, strict=True)]
         if tt.ranks(new) == layer.ranks:
             return _Plan(cores, 0.0)
-        return _Plan(new, _relative_error(cores, new))
+        return _Plan(new, _relative_error(layer, exact, new))
     notes: list[str] = []
     if rule == "contribution":
-        keep = _kept_by_contribution(cores, tol)
+        keep = _kept_by_contribution(exact, tol)
     else:
         if layer.rank_state is None:
             raise ConfigError(
@@ -196,7 +201,7 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
     new = cores
     for bond, kept in enumerate(keep, start=1):
         new = tt.slice_bond(new, bond, kept)
-    return _Plan(new, _relative_error(cores, new), keep, notes)
+    return _Plan(new, _relative_error(layer, exact, new), keep, notes)
 
 
 def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
@@ -205,7 +210,6 @@ def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
     The error of dropping a set D at one bond is exact: the sum over D x D of the product of the two Gram matrices. The
     errors of different bonds add at worst, so each bond may use an equal share of the tolerance.
     """
-    cores = [core.double() for core in cores]
     budget = tol * float(tt.norm(cores)) / max(len(cores) - 1, 1)
     keep: list[Tensor] = []
     for bond in range(1, len(cores)):
@@ -221,22 +225,34 @@ def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
     return keep
 
 
-def _relative_error(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
-    """Norm of the difference of two trains over the norm of the first, in double precision, without forming either."""
-    a, b = [core.double() for core in old], [core.double() for core in new]
-    size = float(tt.inner(a, a))
-    if size == 0.0:
-        return 0.0
-    return float(tt.norm(tt.subtract(a, b))) / math.sqrt(size)
+def _relative_error(layer: TTLayer, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
+    """Relative change of the layer's weight, in double precision; without forming it, unless the modes are padded."""
+    new = [core.double() for core in new]
+    if layer.is_padded:
+        weight = layer.dense_weight(old)
+        size, change = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(weight - layer.dense_weight(new))
+    else:
+        size, change = tt.norm(old), tt.norm(tt.subtract(old, new))
+    return float(change / size) if size > 0 else 0.0
 
 
-def _fingerprint(layer: TTLayer) -> tuple[float, ...]:
-    """Numbers that change when any core changes."""
-    return tuple(float(value) for core in layer.cores for value in (core.double().sum(), core.double().square().sum()))
+def _fingerprint(layer: TTLayer, rule: str) -> tuple[float, ...]:
+    """Numbers that change when anything changes that the rule looks at."""
+    lambdas = layer.rank_state.log_lambdas if rule == "lambda" and layer.rank_state is not None else []
+    return tuple(
+        float(value)
+        for tensor in (*layer.cores, *lambdas)
+        for value in (tensor.double().sum(), tensor.double().square().sum())
+    )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plans: dict[str, _Plan], layers: dict[str, TTLayer]) -> None:
     """Refuse before any change what could not be carried along."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS keeps one flat vector for all parameters, which cannot follow their new shapes. "
+            "Compact without optimizer=, then make a new one."
+        )
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, layer in layers.items():
         for k, core in enumerate(layer.cores):

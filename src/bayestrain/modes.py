@@ -39,9 +39,10 @@ def choose_count(*sizes: int) -> int:
 
 def check_modes(size: int, modes: tuple[int, ...], what: str) -> tuple[int, ...]:
     """Return `modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste."""
+    if not modes or not all(hasattr(mode, "__index__") and mode >= 1 for mode in modes):
+        advice = factor(size, max(len(modes), 1))
+        raise ShapeError(f"{what} must be positive integers, got {modes}. Try {what}={advice}.")
     modes = tuple(int(mode) for mode in modes)
-    if not modes or min(modes) < 1:
-        raise ShapeError(f"{what} must be positive integers, got {modes}.")
     product = math.prod(modes)
     if product < size:
         raise ShapeError(

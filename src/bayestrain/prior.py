@@ -12,6 +12,8 @@ from bayestrain import shrinkage, tt
 from bayestrain.batchnorm import normalised_layers
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
+from bayestrain.layers.base import own_precision
+from bayestrain.sizes import tt_layers
 
 UPDATES = ("newton", "gradient")
 
@@ -37,8 +39,9 @@ class RankPrior:
         other_variance: prior variance of all parameters outside of TT cores.
         start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a batch norm behind them makes it free;
-            "auto" finds them. Their cores are rescaled together, lambda and the batch norm's statistics along with
-            them, so that nothing but the gauge changes.
+            "auto" finds them. Their cores are rescaled together, with lambda, the bias and the running statistics of
+            the batch norm found behind them, so that the network computes the same. Naming a layer vouches for it:
+            where no batch norm is found, only the layer itself is rescaled.
         align_every: every so many steps the rank indices of all layers are turned to the singular directions of their
             bonds (`tt.align`), where lambda can see single singular values. The network does not change; ranks are
             found sooner and more surely. 0 switches it off.
@@ -61,19 +64,24 @@ class RankPrior:
         hold_scale: str | Iterable[str] = "auto",
         align_every: int = 100,
     ) -> None:
-        if num_data < 1:
-            raise ConfigError(f"num_data must be the number of training data, at least 1, got {num_data}.")
+        if not hasattr(num_data, "__index__") or num_data < 1:
+            raise ConfigError(
+                f"num_data must be the number of training data, at least 1, got {num_data!r}. Try len(train)."
+            )
         for name, value in (("a", a), ("b", b), ("rate", rate), ("other_variance", other_variance), ("start", start)):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value}.")
         for name, value in (("weight", weight), ("warmup_steps", warmup_steps), ("align_every", align_every)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} cannot be negative, got {value}.")
+        if abs(math.log(start)) > shrinkage.LIMIT:
+            limit = f"{shrinkage.LIMIT:g}"
+            raise ConfigError(f"start must lie between exp(-{limit}) and exp({limit}), got {start}.")
         if update not in UPDATES:
             raise ConfigError(f"update must be one of {UPDATES}, got {update!r}.")
         if not 0 < floor < 1:
             raise ConfigError(f"floor is relative to the largest lambda and must lie in (0, 1), got {floor}.")
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, TTLayer)}
+        layers = tt_layers(model)
         if not layers:
             raise ConfigError("The model has no tensor-train layer. Call bayestrain.tensorize_(model) first.")
         norms = _norms_to_hold(model, layers, hold_scale)
@@ -92,14 +100,14 @@ class RankPrior:
         self.align_every = align_every
         self.steps = 0
         with torch.no_grad():
-            for name, layer in layers.items():
-                if layer.rank_state is not None:
-                    continue
+            for layer in layers.values():
+                fresh = layer.rank_state is None
                 state = layer.attach_rank_state()
-                for u in state.log_lambdas:
+                state.a, state.b, state.floor = a, b, floor
+                for u in state.log_lambdas if fresh else ():
                     u.fill_(math.log(start))
-                if name in norms:
-                    state.held_norm.copy_(tt.norm(list(layer.cores)))
+            for name in norms:
+                _hold_scale(layers[name], [])  # takes the norm of now, unless one is held already
 
     @property
     def current_weight(self) -> float:
@@ -131,11 +139,13 @@ class RankPrior:
         self.steps += 1
         align = self.align_every > 0 and self.steps % self.align_every == 0
         for name, layer in self.layers.items():
-            if name in self.held:
-                _hold_scale(layer, self.held[name])
-            if align:
-                self._align(layer)
-            self._update_lambdas(layer)
+            with own_precision(layer.cores[0]):
+                trained = all(core.requires_grad for core in layer.cores)
+                if trained and name in self.held:
+                    _hold_scale(layer, self.held[name])
+                if trained and align:
+                    self._align(layer)
+                self._update_lambdas(layer)
 
     def _align(self, layer: TTLayer) -> None:
         """Turn the rank indices to the singular directions; lambda moves to where the new cores want it."""
@@ -186,7 +196,7 @@ class RankPrior:
 def _norms_to_hold(
     model: nn.Module, layers: dict[str, TTLayer], hold_scale: str | Iterable[str]
 ) -> dict[str, list[_BatchNorm]]:
-    """The layers to hold, each with the batch norms behind it that no other layer feeds."""
+    """The layers to hold, each with the batch norms behind it."""
     found = normalised_layers(model)
     if hold_scale == "auto":
         wanted = set(found)
@@ -194,24 +204,24 @@ def _norms_to_hold(
         wanted = {hold_scale} if isinstance(hold_scale, str) else set(hold_scale)
         if unknown := wanted - set(layers):
             raise ConfigError(f"hold_scale names no TT layer: {sorted(unknown)}. There are {sorted(layers)}.")
-    feeders: dict[str, int] = {}
-    for norm_names in found.values():
-        for norm_name in norm_names:
-            feeders[norm_name] = feeders.get(norm_name, 0) + 1
     held: dict[str, list[_BatchNorm]] = {}
     for name in layers:
         if name in wanted:
-            norms = (model.get_submodule(n) for n in found.get(name, []) if feeders[n] == 1)
+            norms = (model.get_submodule(norm_name) for norm_name in found.get(name, []))
             held[name] = [norm for norm in norms if isinstance(norm, _BatchNorm)]
     return held
 
 
 def _hold_scale(layer: TTLayer, norms: list[_BatchNorm]) -> None:
-    """Bring the weight back to its held norm: cores, lambda, bias and running statistics move together."""
+    """Bring the weight back to its held norm: cores, lambda, bias and running statistics move together.
+
+    The first norm that is not zero is the one that is held from then on.
+    """
     assert layer.rank_state is not None
-    cores = list(layer.cores)
+    cores, held = list(layer.cores), layer.rank_state.held_norm
     size = tt.norm(cores)
-    factor = torch.where(size > 0, layer.rank_state.held_norm / size, torch.ones_like(size))
+    held.copy_(torch.where(held > 0, held, size))
+    factor = torch.where(size > 0, held / size, torch.ones_like(size))
     per_core = factor ** (1 / len(cores))
     for core in cores:
         core.mul_(per_core)

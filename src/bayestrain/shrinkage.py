@@ -21,13 +21,18 @@ GAMMA_SHAPE, GAMMA_RATE = 1.0, 5.0
 FLOOR = 1e-3
 """Smallest lambda of a bond relative to its largest."""
 
+LIMIT = 30.0
+"""Largest ``|log lambda|``: its exponentials and their products stay finite in single precision."""
+
 MAX_NEWTON_STEP = 2.0
 """Largest change of ``log lambda`` in one update: far from the mode the conditional is flat and Newton overshoots."""
 
 
 def slice_energies(cores: Cores) -> list[Tensor]:
     """Per core the ``(left, right)`` matrix of the slices' sums of squares."""
-    return [core.square().sum(dim=tuple(range(1, core.ndim - 1))) for core in cores]
+    # Half precision can hold neither the squares nor their sums.
+    exact = [core if core.dtype in (torch.float32, torch.float64) else core.float() for core in cores]
+    return [core.square().sum(dim=tuple(range(1, core.ndim - 1))) for core in exact]
 
 
 def log_variances(log_lambdas: Sequence[Tensor]) -> list[Tensor]:
@@ -47,8 +52,9 @@ def log_prob(
     that depend on nothing but the dropped indices are left out.
     """
     gone = [0] * len(log_lambdas) if dropped is None else list(dropped)
-    total = torch.zeros((), dtype=cores[0].dtype, device=cores[0].device)
-    for core, energy, log_variance in zip(cores, slice_energies(cores), log_variances(log_lambdas), strict=True):
+    energies = slice_energies(cores)
+    total = torch.zeros((), dtype=energies[0].dtype, device=cores[0].device)
+    for core, energy, log_variance in zip(cores, energies, log_variances(log_lambdas), strict=True):
         per_slice = core.numel() // energy.numel()
         total = total - 0.5 * (
             (energy * torch.exp(-log_variance)).sum()
@@ -120,8 +126,11 @@ def gradient_step(u: Tensor, linear: float, inverse: Tensor, inverse_square: Ten
 
 
 def apply_floor(u: Tensor, floor: float) -> Tensor:
-    """Keep every entry at least `floor` times the bond's largest lambda."""
-    return torch.maximum(u, u.max() + math.log(floor))
+    """Keep every entry at least `floor` times the bond's largest lambda, and all within what single precision can hold.
+
+    Between cores that are exactly zero nothing stops the largest lambda itself from falling; `LIMIT` does.
+    """
+    return torch.maximum(u, u.max() + math.log(floor)).clamp(-LIMIT, LIMIT)
 
 
 def conditional_mode(

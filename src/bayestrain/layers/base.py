@@ -1,5 +1,6 @@
 """What all tensor-train layers share: cores whose ranks may change, and the state of their bonds."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -7,8 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bayestrain import tt
-from bayestrain.errors import ShapeError
+from bayestrain import shrinkage, tt
+from bayestrain.errors import ConversionError, ShapeError
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
@@ -22,6 +23,14 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
     other = torch.float32 if value.dtype == torch.float64 else torch.float64
     parameter.data = torch.empty(0, dtype=other, device=value.device)
     parameter.data = value
+
+
+def check_dense(dense: nn.Module, kind: type[nn.Module]) -> None:
+    """Refuse what is no dense layer of that kind, or has no weights yet."""
+    if not isinstance(dense, kind):
+        raise ConversionError(f"Expected an nn.{kind.__name__} to convert, got {type(dense).__name__}.")
+    if any(nn.parameter.is_lazy(parameter) for parameter in dense.parameters()):
+        raise ConversionError(f"{type(dense).__name__} is lazy and has no weights yet. Run one batch through it first.")
 
 
 def own_precision(x: Tensor) -> AbstractContextManager[object]:
@@ -45,6 +54,7 @@ class RankState(nn.Module):
         self.started_with = tuple(ranks)
         self.register_buffer("start_ranks", torch.tensor(ranks, dtype=torch.int64, device=like.device))
         self.bonds = len(ranks)
+        self.a, self.b, self.floor = shrinkage.GAMMA_SHAPE, shrinkage.GAMMA_RATE, shrinkage.FLOOR
         for k, rank in enumerate(ranks, start=1):
             self.register_buffer(f"log_lambda_{k}", torch.zeros(rank, dtype=like.dtype, device=like.device))
         self.register_buffer("held_norm", torch.zeros((), dtype=like.dtype, device=like.device))
@@ -90,6 +100,21 @@ class TTLayer(nn.Module):
     def ranks(self) -> tuple[int, ...]:
         """All ranks, the two boundary ones included: ``(1, R_1, .., 1)``."""
         return tt.ranks(list(self.cores))
+
+    @property
+    def weight(self) -> Tensor:
+        """The full weight in the shape of the dense layer's, formed anew at each access."""
+        return self.dense_weight(list(self.cores))
+
+    def dense_weight(self, cores: Sequence[Tensor]) -> Tensor:
+        """The full weight that these cores, with this layer's modes, stand for."""
+        raise NotImplementedError
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the modes hold more entries than the weight has: then some exist only inside."""
+        held = math.prod(size for core in self.cores for size in core.shape[1:-1])
+        return held > self.dense_parameters - (0 if self.bias is None else self.outputs)
 
     @property
     def outputs(self) -> int:
@@ -141,9 +166,9 @@ class TTLayer(nn.Module):
         incoming = [state_dict[key] for key in keys if key in state_dict]
         if [new.shape[1:-1] for new in incoming] == [own.shape[1:-1] for own in self.cores]:
             self.set_cores([own.new_empty(new.shape) for own, new in zip(self.cores, incoming, strict=True)])
-            if f"{prefix}rank_state.held_norm" in state_dict:
+            if self.rank_state is not None or f"{prefix}rank_state.held_norm" in state_dict:
                 self.rank_state = None
-                self.attach_rank_state()
+                self.attach_rank_state()  # with the ranks that come in
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:

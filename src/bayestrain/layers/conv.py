@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ConversionError, ShapeError
-from bayestrain.layers.base import TTLayer, own_precision
+from bayestrain.layers.base import TTLayer, check_dense, own_precision
 from bayestrain.layers.start import default_bias, start_variance
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -112,6 +112,7 @@ class TTConv2d(TTLayer):
         tol: float = 0.0,
     ) -> Self:
         """The layer's own kernel by TT-SVD, to relative error `tol` and at most `max_rank`."""
+        check_dense(dense, nn.Conv2d)
         weight = dense.weight.detach()
         outs_in, ins_in = dense.out_channels, weight.shape[1]
         ins = _channel_modes(ins_in, in_modes, "in_modes")
@@ -142,10 +143,9 @@ class TTConv2d(TTLayer):
         """The bond between input and output cores: its rank is the number of filters of the two-step form."""
         return 1 + len(self.in_modes)
 
-    @property
-    def weight(self) -> Tensor:
-        """The full ``(S, C, kh, kw)`` kernel, formed anew at each access."""
-        first, second = self._halves()
+    def dense_weight(self, cores: Sequence[Tensor]) -> Tensor:
+        """The full ``(S, C, kh, kw)`` kernel of these cores."""
+        first, second = self._halves(cores)
         kernel = first.permute(2, 1, 0).flatten(1).mT @ second  # (C*t, r) @ (r, S)
         return kernel.mT.reshape(self.out_channels, self.in_channels, *self.kernel_size)
 
@@ -157,9 +157,9 @@ class TTConv2d(TTLayer):
     def dense_parameters(self) -> int:
         return self.out_channels * (self.in_channels * math.prod(self.kernel_size) + (self.bias is not None))
 
-    def _halves(self) -> tuple[Tensor, Tensor]:
+    def _halves(self, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """``A (t, C, r)`` and ``B (r, S)`` with the padding of the channel modes cut off."""
-        cores, bond = list(self.cores), self.middle_bond
+        bond = self.middle_bond
         first = tt.merge(cores[:bond]).reshape(cores[0].shape[1], -1, cores[bond].shape[0])
         second = tt.merge(cores[bond:]).squeeze(-1)
         return first[:, : self.in_channels], second[:, : self.out_channels]
@@ -177,7 +177,7 @@ class TTConv2d(TTLayer):
                 kernel = self.weight
             return self._convolve(x, kernel, self.bias)
         with own_precision(x):
-            first, second = self._halves()
+            first, second = self._halves(list(self.cores))
         filters = first.permute(2, 1, 0).reshape(rank, self.in_channels, *self.kernel_size)
         return F.conv2d(self._convolve(x, filters, None), second.mT[:, :, None, None], self.bias)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ShapeError
-from bayestrain.layers.base import TTLayer, own_precision
+from bayestrain.layers.base import TTLayer, check_dense, own_precision
 from bayestrain.layers.start import default_bias, start_variance
 
 Path = tuple[str, int]
@@ -82,6 +82,7 @@ class TTLinear(TTLayer):
         tol: float = 0.0,
     ) -> Self:
         """The layer's own weight by TT-SVD, to relative error `tol` and at most `max_rank`."""
+        check_dense(dense, nn.Linear)
         weight = dense.weight.detach()
         ins, outs = linear_modes(dense.in_features, dense.out_features, in_modes, out_modes)
         padded = F.pad(weight, (0, math.prod(ins) - weight.shape[1], 0, math.prod(outs) - weight.shape[0]))
@@ -105,10 +106,9 @@ class TTLinear(TTLayer):
             dense.bias.copy_(self.bias)
         return dense
 
-    @property
-    def weight(self) -> Tensor:
-        """The full ``(out_features, in_features)`` matrix, formed anew at each access."""
-        return tt.matrix_to_dense(list(self.cores))[: self.out_features, : self.in_features]
+    def dense_weight(self, cores: Sequence[Tensor]) -> Tensor:
+        """The full ``(out_features, in_features)`` matrix of these cores."""
+        return tt.matrix_to_dense(cores)[: self.out_features, : self.in_features]
 
     @property
     def outputs(self) -> int:
@@ -190,14 +190,17 @@ def _path(outs: tuple[int, ...], ins: tuple[int, ...], ranks: tuple[int, ...], b
             total += ranks[first] * size * ranks[k] * ranks[k + 1]
         return total
 
-    costs: dict[Path, float] = {
-        ("dense", 0): batch * math.prod(outs) * math.prod(ins) / SPLIT_GAIN + forming(0, len(outs))
-    }
+    best: Path = ("dense", 0)
+    cheapest = batch * math.prod(outs) * math.prod(ins) / SPLIT_GAIN + forming(0, len(outs))
     for bond in range(1, len(outs)):
         form = forming(0, bond) + forming(bond, len(outs))
         out_left, in_left = math.prod(outs[:bond]), math.prod(ins[:bond])
         out_right, in_right = math.prod(outs[bond:]), math.prod(ins[bond:])
         rank = ranks[bond]
-        costs["right", bond] = form + batch * rank * in_left * out_right * (in_right + out_left)
-        costs["left", bond] = form + batch * rank * out_left * in_right * (in_left + out_right)
-    return min(costs, key=costs.__getitem__)
+        right_first = form + batch * rank * in_left * out_right * (in_right + out_left)
+        left_first = form + batch * rank * out_left * in_right * (in_left + out_right)
+        if right_first < cheapest:
+            best, cheapest = ("right", bond), right_first
+        if left_first < cheapest:
+            best, cheapest = ("left", bond), left_first
+    return best
