@@ -100,6 +100,33 @@ def test_a_run_is_not_overwritten_unless_told(finished: bool) -> None:
     assert contents(run) == before
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ['tensorize.keep_dense=["nope"]', 'tensorize.modes."1"=[[7,4,7,5],[5,5,5,5]]', "data.validation_fraction=1e-9"],
+)
+def test_overwriting_with_what_cannot_be_trained_costs_nothing(setting: str) -> None:
+    run = a_run("run", finished=True)
+    before = contents(run)
+    refused("train", "--out", "run", "--overwrite", "--set", setting)
+    assert contents(run) == before
+
+
+def test_a_config_of_the_users_own_is_never_written_over() -> None:
+    own = Path("mine") / "config.toml"
+    own.parent.mkdir()
+    own.write_text('# mine\nbase = "mnist-mini"\n')
+    assert "your own" in refused("train", "--config", str(own), "--out", "mine", "--overwrite")
+    assert "--overwrite" in refused("train", "--out", "mine")
+    assert own.read_text().startswith("# mine")
+
+
+def test_descriptions_that_lack_something() -> None:
+    Path("model.json").write_text('{"format": 1, "layers": {}}')
+    assert "says nothing of params, dense_params" in refused("inspect", "model.json")
+    Path("report.html").write_text("")
+    assert "is no saved model" in refused("inspect", "report.html")
+
+
 def test_nothing_to_resume() -> None:
     assert "There is nothing to resume in runs/mnist-mini-seed0" in refused("train", "--resume")
     assert "There is nothing to resume in nowhere" in refused("train", "--resume", "--out", "nowhere")

@@ -100,9 +100,22 @@ def test_a_loss_that_is_not_finite_stops_with_a_diagnosis(tmp_path: Path) -> Non
         value = nn.functional.cross_entropy(outputs, labels)
         return value * math.nan if calls == 25 else value
 
-    with pytest.raises(TrainingError, match=r"not finite at epoch 3.*data loss is nan.*last good checkpoint.*fit\.lr"):
+    with pytest.raises(
+        TrainingError, match=r"not finite at epoch 3.*data loss or a weight is nan.*last good checkpoint.*fit\.lr"
+    ):
         bt.fit(network(), TRAIN, None, settings(), loss=loss, folder=tmp_path)
     assert load_checkpoint(tmp_path)["epoch"] == 2
+
+
+def test_a_step_that_breaks_the_weights_is_never_saved(tmp_path: Path) -> None:
+    """The loss of an epoch's last step is finite, but the step itself leaves the numbers."""
+    with pytest.raises(TrainingError, match=r"not finite at epoch 1"):
+        bt.fit(network(), TRAIN, None, settings(batch_size=1000, lr=1e30, compact_every=0), folder=tmp_path)
+    saved = load_checkpoint(tmp_path)
+    assert saved["epoch"] == 0
+    assert all(torch.isfinite(value).all() for value in saved["model"].values())
+    for line in (tmp_path / "history.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_tensorboard_logs_are_written(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def kill_and_resume(run: Path, after: float) -> int:
     process.communicate()
     history = run / "history.jsonl"
     reached = len(history.read_text().splitlines()) if history.exists() else 0
-    finish(start(run, "--resume") if run.exists() else start(run))  # killed before it made its folder: just again
+    finish(start(run, "--resume") if (run / "config.toml").exists() else start(run))  # killed too early
     return reached
 
 

@@ -69,7 +69,11 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         originals = {name: model.get_submodule(name) for name in description["layers"]}
     except AttributeError as error:
         raise ConfigError(f"The network given is not the one that was saved in {folder}: {error}.") from error
-    replace_layers(model, {originals[name]: _build(about) for name, about in description["layers"].items()})
+    try:
+        layers = {originals[name]: _build(about) for name, about in description["layers"].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / DESCRIPTION} does not describe its layers completely: {error!r}.") from error
+    replace_layers(model, layers)
     try:
         read(model, str(folder / WEIGHTS))
     except (SafetensorError, RuntimeError, OSError) as error:
@@ -80,6 +84,8 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
 def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     """The folder of a saved model and its description."""
     path = Path(path)
+    if not path.is_dir() and path.name not in (WEIGHTS, DESCRIPTION):
+        raise DataError(f"{path} is no saved model. Name its folder, its {DESCRIPTION} or its {WEIGHTS}.")
     folder = path if path.is_dir() else path.parent
     file = folder / DESCRIPTION
     if not file.exists():
@@ -91,6 +97,13 @@ def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     if not isinstance(description, dict) or description.get("format") != FORMAT or "layers" not in description:
         raise DataError(f"{file} does not describe a saved model of format {FORMAT}.")
     return folder, description
+
+
+def require(description: Mapping[str, Any], *keys: str) -> None:
+    """Refuse a description that lacks what a caller needs."""
+    lacking = [key for key in keys if key not in description]
+    if lacking:
+        raise DataError(f"{DESCRIPTION} says nothing of {', '.join(lacking)}. A run of bayestrain train has all.")
 
 
 def _describe(layer: TTLayer) -> dict[str, Any]:

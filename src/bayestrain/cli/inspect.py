@@ -22,12 +22,13 @@ def inspect(
       bayestrain inspect runs/mnist-seed0
       bayestrain inspect model.safetensors --json
     """
-    from bayestrain.saved import read_description
+    from bayestrain.saved import read_description, require
 
     description = read_description(existing(file))[1]
     if as_json:
         print_json(description)
         return
+    require(description, "params", "dense_params")
     print(rank_table(description))
 
 

@@ -37,10 +37,10 @@ def predict(
       bayestrain predict runs/mnist-seed0 scans/*.jpg --invert --json
     """
     from bayestrain.cli.pictures import read_picture
-    from bayestrain.saved import read_description
+    from bayestrain.saved import read_description, require
 
     description = read_description(existing(run))[1]
-
+    require(description, "input_shape", "classes", "mean", "std")
     channels, height, width = description["input_shape"]
     pictures = [read_picture(image, (channels, height, width), invert) for image in images]
     probabilities = predicted(run, description, pictures)

@@ -69,6 +69,12 @@ def check_new(folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"{folder} holds {state}. {way}, or say --overwrite to lose it.")
 
 
+def check_own_config(folder: Path, config_file: Path | None) -> None:
+    """Refuse to write a run's complete config over the file that the user wrote."""
+    if config_file is not None and config_file.resolve() == (folder / "config.toml").resolve():
+        raise ConfigError(f"The run would overwrite your own {config_file}. Choose another --out, or rename it.")
+
+
 def check_begun(folder: Path) -> None:
     if not is_run(folder):
         raise ConfigError(f"There is nothing to resume in {folder}: no run was begun there. Leave --resume out.")
@@ -124,7 +130,17 @@ def tidy(folder: Path) -> None:
 
 def _taken(folder: Path) -> bool:
     """Whether there is something at `folder` that a new run must not touch."""
-    return folder.exists() and not (folder.is_dir() and all(_is_early(path.name) for path in folder.iterdir()))
+    if not folder.exists():
+        return False
+    early = folder.is_dir() and all(_is_early(path.name) for path in folder.iterdir())
+    return not early or (is_run(folder) and not _is_written_by_us(folder / "config.toml"))
+
+
+def _is_written_by_us(config: Path) -> bool:
+    try:
+        return config.read_text(encoding="utf-8") == toml.dumps(toml.load(config))
+    except (OSError, ValueError):  # unreadable, no text, or not a config of today
+        return False
 
 
 def _is_early(name: str) -> bool:

@@ -112,8 +112,11 @@ def train(
         runs.check_resumable(folder, chosen)
     else:
         runs.check_new(folder, overwrite)
+        runs.check_own_config(folder, config)
     used_device = devices.resolve(device)
     is_new = runs.make_writable(folder)
+    if is_new:
+        toml.save(chosen, folder / "config.toml")  # from here on there is something to resume
     try:
         with shown_progress(quiet or as_json, runs.first_record(folder) if resume else None) as progress:
             result, report = run(chosen, folder, used_device, resume, progress)
@@ -131,16 +134,15 @@ def train(
 
 def run(config: RunConfig, folder: Path, device: str, resume: bool, progress: Progress) -> tuple[dict[str, Any], Path]:
     """Train and report; the result and the path of the report."""
-    from bayestrain import data
     from bayestrain.report import write_report
-    from bayestrain.train.experiment import run_experiment
+    from bayestrain.train.experiment import rehearse, run_experiment
 
     if resume and runs.is_finished(folder):
         progress.message(f"The run in {folder} is finished already.")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     else:
         if not resume:
-            data.get(config.data.name, config.data.folder or None)  # no data, no loss of the run that is there
+            rehearse(config)  # what cannot be trained does not cost the run that is there
             runs.clear(folder)
         result = run_experiment(
             config, folder, device=device, resume=runs.has_checkpoint(folder), progress=progress, command=command_line()

@@ -133,7 +133,7 @@ def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> str
             with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as temporary:
                 try:
                     _install(missing, folder, source, Path(temporary))
-                except DataError as error:
+                except (DataError, OSError, ValueError, TypeError) as error:
                     failures.append(f"  {source}: {error}")
                 else:
                     return str(source)

@@ -113,7 +113,7 @@ class TTLayer(nn.Module):
     @property
     def is_padded(self) -> bool:
         """Whether the modes hold more entries than the weight has: then some exist only inside."""
-        held = math.prod(size for core in self.cores for size in core.shape[1:-1])
+        held = math.prod(int(size) for core in self.cores for size in core.shape[1:-1])
         return held > self.dense_parameters - (0 if self.bias is None else self.outputs)
 
     @property

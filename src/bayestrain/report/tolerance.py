@@ -23,7 +23,7 @@ def kept_rank(values: Sequence[float], tol: float, bonds: int) -> int:
 
 def ranks_at(spectra: Spectra, name: str, tol: float) -> tuple[int, ...]:
     """Ranks of one layer at another tolerance. Cutting one bond hardly moves the others, which is left out here."""
-    bonds = spectra.bonds[name]
+    bonds = spectra.all_values(name)
     return tuple(kept_rank(values, tol, len(bonds)) for values in bonds)
 
 

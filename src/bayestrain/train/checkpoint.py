@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,15 @@ LAST, BEST = "checkpoint-last.pt", "checkpoint-best.pt"
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any], name: str = LAST) -> None:
     """Write a checkpoint that `load_checkpoint` can read."""
-    neighbour = folder / f".{name}.partial"
-    torch.save(dict(state), neighbour)
-    neighbour.replace(folder / name)
+    content = io.BytesIO()
+    torch.save(dict(state), content)
+    try:
+        write_atomically(folder / name, content.getvalue())
+    except OSError as error:
+        raise TrainingError(
+            f"The checkpoint {folder / name} cannot be written: {error.strerror or error}. "
+            "Make room, then go on with --resume."
+        ) from error
 
 
 def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def source_version() -> tuple[str | None, bool | None]:
         top = _git(here, "rev-parse", "--show-toplevel")
         if here != Path(top) / "src" / "bayestrain":
             return None, None
-        return _git(here, "rev-parse", "HEAD"), bool(_git(here, "status", "--porcelain", "--", top))
+        changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", top)
+        return _git(here, "rev-parse", "HEAD"), bool(changes)
     except (OSError, subprocess.SubprocessError):
         return None, None
 

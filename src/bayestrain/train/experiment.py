@@ -26,6 +26,7 @@ from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.loop import FitResult, fit
 from bayestrain.train.metrics import classification_metrics, evaluator, probabilities
 from bayestrain.train.progress import Progress
+from bayestrain.train.tensorboard import summary_writer
 
 HARDEST = 24
 """How many of the most uncertain test images a run keeps."""
@@ -61,7 +62,8 @@ def run_experiment(
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
-    write_json(out / "environment.json", describe_environment(place))
+    environment = _environment(out, place, command, resume)
+    write_json(out / "environment.json", environment)
     total = config.fit.epochs + config.fit.finetune_epochs
     progress.start(total, -(-len(train) // config.fit.batch_size), config, dense_params)
     evaluate = None if validation is None else evaluator(validation.to(place), splits.normalize, place)
@@ -72,7 +74,6 @@ def run_experiment(
 
     probs = probabilities(model, splits.test.to(place), splits.normalize, place)
     metrics = classification_metrics(probs, splits.test.labels)
-    model.cpu()
     now = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
     summary = {
         "experiment": config.experiment.name,
@@ -89,17 +90,29 @@ def run_experiment(
             for name, dense in dense_layers.items()
         },
         **metrics,
-        "validation": outcome.history[-1]["validation"],
+        "validation": None if evaluate is None else evaluate(model),
         "seconds": outcome.seconds,
         "peak_memory_bytes": peak_memory_bytes(place),
-        "device": describe_environment(place)["gpu"] or "cpu",
-        "command": command,
-        **_versions(out),
+        "device": environment["gpu"] or "cpu",
+        "command": environment["command"],
+        "versions": {key: environment[key] for key in ("bayestrain", "python", "torch")},
+        "commit": environment["commit"],
+        "dirty": environment["dirty"],
         "status": "finished",
     }
     _write_outcome(out, config, splits, model, outcome, probs, summary)
     progress.finish(summary)
     return Result(out, summary)
+
+
+def rehearse(config: RunConfig) -> None:
+    """Go through all that can fail before the first step, and leave no trace."""
+    splits = data.load(config.data.name, config.data.folder or None)
+    if config.data.validation_fraction:
+        splits.train.split(config.data.validation_fraction, seed=config.experiment.seed)
+    tensorize(models.BUILDERS[config.experiment.model](num_classes=len(splits.classes)), config.tensorize)
+    if config.fit.tensorboard:
+        summary_writer()
 
 
 def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
@@ -168,7 +181,7 @@ def _write_outcome(
         "std": list(splits.std),
         "dense_params": summary["dense_params"],
     }
-    save_model(model, out, about)
+    save_model(model.cpu(), out, about)
     entropy = -(probs * probs.clamp_min(1e-300).log()).sum(1)
     hardest = entropy.argsort(descending=True)[:HARDEST]
     tensors = {
@@ -182,13 +195,14 @@ def _write_outcome(
     write_json(out / "result.json", summary)
 
 
-def _versions(out: Path) -> dict[str, Any]:
-    environment = json.loads((out / "environment.json").read_text())
-    return {
-        "versions": {key: environment[key] for key in ("bayestrain", "python", "torch")},
-        "commit": environment["commit"],
-        "dirty": environment["dirty"],
-    }
+def _environment(out: Path, place: torch.device, command: str, resume: bool) -> dict[str, Any]:
+    """What the run runs on now; a resumed run keeps the moment and the command of its beginning."""
+    now = {**describe_environment(place), "command": command}
+    file = out / "environment.json"
+    if resume and file.exists():
+        before = json.loads(file.read_text())
+        now = {**now, "started": before["started"], "command": before["command"], "resumed": now["started"]}
+    return now
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -242,7 +242,11 @@ class _Fit:
         self.optimizer = self._new_optimizer(self.config.finetune_lr)
 
     def _record(self, history: History, log: EpochLog, means: dict[str, Any]) -> None:
-        """Write the epoch down, then the checkpoint that stands for it."""
+        """Write the epoch down, then the checkpoint that stands for it; never one that is broken."""
+        if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
+            raise self._diverged(
+                self.epoch, self.steps_per_epoch, math.nan, math.nan, self.optimizer.param_groups[0]["lr"]
+            )
         validation = self.evaluate(self.model) if self.evaluate is not None else None
         lambdas = self.prior.lambdas() if self.prior is not None else {}
         line = {
@@ -260,7 +264,8 @@ class _Fit:
         history.append(line)
         log.write(line)
         if self.folder is not None:
-            score = validation["log_likelihood"] if validation else -float(means["train_loss"] or math.inf)
+            train_loss = math.inf if means["train_loss"] is None else float(means["train_loss"])
+            score = validation["log_likelihood"] if validation else -train_loss
             better = score > self.best
             self.best = max(self.best, score)
             if better:
@@ -306,7 +311,7 @@ class _Fit:
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 
     def _diverged(self, epoch: int, step: int, data: float, prior: float, rate: float) -> TrainingError:
-        what = "the prior" if math.isfinite(data) else "the data loss"
+        what = "the prior" if math.isfinite(data) else "the data loss or a weight"
         largest = max(tt_layers(self.model).items(), key=lambda item: _size(item[1]), default=("", None))
         where = f" The last good checkpoint is in {self.folder}." if self.folder is not None else ""
         return TrainingError(

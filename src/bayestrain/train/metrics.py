@@ -22,7 +22,7 @@ def probabilities(
     was_training = model.training
     model.eval()
     rows = [
-        torch.log_softmax(model(transform(x)).double(), dim=1).exp().cpu()
+        torch.log_softmax(model(transform(x)).cpu().double(), dim=1).exp()
         for x, _ in images.batches(batch_size, shuffle=False, device=device)
     ]
     model.train(was_training)

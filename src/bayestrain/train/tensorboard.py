@@ -8,6 +8,17 @@ from typing import Any
 from bayestrain.errors import ConfigError
 
 
+def summary_writer() -> Any:
+    """TensorBoard's writer, or an error that says how to get it."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "fit.tensorboard is on, but the package tensorboard is not installed. Try: pip install tensorboard"
+        ) from error
+    return SummaryWriter
+
+
 class EpochLog:
     """Writes an epoch's numbers under ``tensorboard/`` of the run folder; does nothing without a folder."""
 
@@ -15,13 +26,7 @@ class EpochLog:
         self.writer: Any = None
         if folder is None:
             return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "fit.tensorboard is on, but the package tensorboard is not installed. Try: pip install tensorboard"
-            ) from error
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer = summary_writer()(str(folder / "tensorboard"))
 
     def write(self, line: dict[str, Any]) -> None:
         """One line of the history."""

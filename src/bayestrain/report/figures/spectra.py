@@ -35,7 +35,7 @@ def spectrum_plots(run: Run) -> list[Plot]:
 
 def _spectrum(spectra: Spectra, layer: Layer, index: int) -> Plot:
     name = f"spectrum-{index + 1}"
-    bonds, cuts = _with_earlier(spectra, layer.name), spectra.cut[layer.name]
+    bonds, cuts = _relative(spectra, layer.name), spectra.cut[layer.name]
     early = any(spectra.earlier.get(layer.name, []))
     describe = f"Singular values at the bonds of layer {layer.name}; kept: {', '.join(map(str, cuts))}."
     smallest = min(value for values in bonds for value in values)
@@ -70,19 +70,15 @@ def _spectrum(spectra: Spectra, layer: Layer, index: int) -> Plot:
     return Plot(name, f"Spectrum of layer {layer.name}", caption, describe, svg)
 
 
-def _with_earlier(spectra: Spectra, name: str) -> list[list[float]]:
-    """A layer's singular values per bond relative to the largest, those that training cut on the way at the end."""
-    bonds = spectra.bonds[name]
-    earlier = spectra.earlier.get(name) or [[] for _ in bonds]
-    return [
-        [value / max(values[0], 1e-300) for value in values] + cut for values, cut in zip(bonds, earlier, strict=True)
-    ]
+def _relative(spectra: Spectra, name: str) -> list[list[float]]:
+    """A layer's singular values per bond relative to the largest."""
+    return [[value / max(values[0], 1e-300) for value in values] for values in spectra.all_values(name)]
 
 
 def _histogram(spectra: Spectra) -> Plot:
     kept, dropped = [], []
     for name in spectra.bonds:
-        for values, cut in zip(_with_earlier(spectra, name), spectra.cut[name], strict=True):
+        for values, cut in zip(_relative(spectra, name), spectra.cut[name], strict=True):
             relative = np.maximum(np.array(values), 1e-6)
             kept += list(relative[:cut])
             dropped += list(relative[cut:])
