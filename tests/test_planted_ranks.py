@@ -2,12 +2,30 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bayestrain as bt
 
 SEEDS = range(5)
 STARTS = (1e-3, 1.0, 1e2)
+
+
+def train_student(
+    model: nn.Module, x: Tensor, y: Tensor, sigma: float, steps: int, batch: int, start: float, weight: float = 1.0
+) -> None:
+    """Gaussian noise of known size, Adam with a cosine schedule, the prior as a user would have it; then compact."""
+    prior = bt.RankPrior(model, num_data=len(x), start=start, weight=weight, warmup_steps=200)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        chosen = torch.randint(0, len(x), (batch,))
+        error = (model(x[chosen]) - y[chosen]).square().flatten(1).sum(1).mean() / (2 * sigma**2)
+        (error + prior.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        prior.step()
+    bt.compact_(model)
 
 
 def linear_student(seed: int, start: float = 1.0, weight: float = 1.0) -> tuple[int, ...]:
@@ -21,19 +39,7 @@ def linear_student(seed: int, start: float = 1.0, weight: float = 1.0) -> tuple[
         sigma = clean.std()
         y = clean + sigma * torch.randn_like(clean)
     model = nn.Sequential(bt.TTLinear(256, 81, max_rank=10, **modes))
-    steps = 1200
-    prior = bt.RankPrior(model, num_data=len(x), start=start, weight=weight, warmup_steps=200)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
-        batch = torch.randint(0, len(x), (128,))
-        error = (model(x[batch]) - y[batch]).square().sum(1).mean() / (2 * sigma**2)
-        (error + prior.loss()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        prior.step()
-    bt.compact_(model)
+    train_student(model, x, y, float(sigma), steps=1200, batch=128, start=start, weight=weight)
     return model[0].ranks[1:-1]
 
 
@@ -42,24 +48,13 @@ def conv_student(seed: int, start: float = 1.0) -> tuple[tuple[int, ...], float]
     torch.manual_seed(seed)
     settings = {"padding": 1, "bias": False, "in_modes": (4, 4), "out_modes": (4, 4)}
     teacher = nn.Sequential(bt.TTConv2d(16, 16, 3, max_rank=(3, 2, 3, 2), **settings), nn.BatchNorm2d(16, affine=False))
-    sigma, steps = 4.0, 800
+    sigma = 4.0
     x = torch.randn(256, 16, 8, 8)
     with torch.no_grad():
         clean = teacher(x)
         y = clean + sigma * torch.randn_like(clean)
     model = nn.Sequential(bt.TTConv2d(16, 16, 3, max_rank=8, **settings), nn.BatchNorm2d(16))
-    prior = bt.RankPrior(model, num_data=len(x), start=start, warmup_steps=200)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
-        batch = torch.randint(0, len(x), (64,))
-        error = (model(x[batch]) - y[batch]).square().sum((1, 2, 3)).mean() / (2 * sigma**2)
-        (error + prior.loss()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        prior.step()
-    bt.compact_(model)
+    train_student(model, x, y, sigma, steps=800, batch=64, start=start)
     with torch.no_grad():
         return model[0].ranks[1:-1], float((model(x) - clean).square().mean())
 

@@ -47,7 +47,7 @@ def reliability_plot(run: Run) -> list[Plot]:
             axes.plot([left, left + width * 0.9], [mean, mean], color=LIGHT["ink"], linewidth=2)
             tip(below.bar(left, number, width * 0.9, align="edge", color=LIGHT["cut"], linewidth=0)[0], hover)
         axes.plot([0, 1], [0, 1], color=LIGHT["muted"], linewidth=1, linestyle=(0, (3, 2)))
-        axes.text(0.03, 0.93, f"ECE {percent(ece)}", fontsize=11, fontweight="bold", va="top")
+        axes.set_title(f"ECE {percent(ece)}", fontsize=11, fontweight="bold", loc="left")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.02)
         percents = FuncFormatter(lambda value, _: f"{100 * value:.0f}")
