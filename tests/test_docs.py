@@ -79,6 +79,8 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         params, ratio, accuracy, likelihood = row
         line = f"| {label} | {params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         assert line in README.read_text(), line
+    bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
+    assert f"{bench['speedup']:.2f} times faster" in README.read_text()
     assert len(summary["params"]["each"]) == 5
     assert summary["failed"] == []
 
