@@ -91,6 +91,26 @@ def test_training_gets_smaller_and_ends_without_lambda(tmp_path: Path) -> None:
     assert best["epoch"] == max(range(len(scores)), key=scores.__getitem__)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16"},
+        {"clip_norm": 0.05},
+        {"optimizer": "adamw", "weight_decay": 0.01},
+        {"lr_warmup_epochs": 2.0},
+    ],
+    ids=str,
+)
+def test_every_option_of_the_loop_trains_and_makes_a_difference(changes: dict[str, Any]) -> None:
+    plain, other = network(), network()
+    short = {"epochs": 3, "finetune_epochs": 0, "compact_every": 0}
+    bt.fit(plain, TRAIN, None, settings(**short))
+    result = bt.fit(other, TRAIN, None, settings(**short, **changes))
+    losses = [line["train_loss"] for line in result.history[1:]]
+    assert losses[-1] < losses[0]
+    assert not torch.equal(plain[1].cores[0], other[1].cores[0])
+
+
 def test_a_loss_that_is_not_finite_stops_with_a_diagnosis(tmp_path: Path) -> None:
     calls = 0
 

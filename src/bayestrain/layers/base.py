@@ -1,6 +1,7 @@
 """What all tensor-train layers share: cores whose ranks may change, and the state of their bonds."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -78,7 +79,7 @@ class RankState(nn.Module):
         setattr(self, f"log_lambda_{bond}", value)
 
 
-class TTLayer(nn.Module):
+class TTLayer(nn.Module, ABC):
     """A layer whose weight is a tensor train.
 
     Parameters are `cores` and, perhaps, `bias`. A ``state_dict`` with other ranks than the layer's own loads: the cores
@@ -106,9 +107,9 @@ class TTLayer(nn.Module):
         """The full weight in the shape of the dense layer's, formed anew at each access."""
         return self.dense_weight(list(self.cores))
 
+    @abstractmethod
     def dense_weight(self, cores: Sequence[Tensor]) -> Tensor:
         """The full weight that these cores, with this layer's modes, stand for."""
-        raise NotImplementedError
 
     @property
     def is_padded(self) -> bool:
@@ -117,14 +118,14 @@ class TTLayer(nn.Module):
         return held > self.dense_parameters - (0 if self.bias is None else self.outputs)
 
     @property
+    @abstractmethod
     def outputs(self) -> int:
         """Number of output features or channels."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def dense_parameters(self) -> int:
         """Number of parameters of the dense layer this one stands for."""
-        raise NotImplementedError
 
     @property
     def parameters_left(self) -> int:
