@@ -44,6 +44,7 @@ def main() -> None:
                 sys.exit(f"the run {variant} compaction failed with exit code {process.returncode}")
             found[variant] = json.loads(output)
         environment_of_run = json.loads((Path(scratch) / "with" / "environment.json").read_text())
+    del environment_of_run["command"]  # that of one variant, into a folder that is gone
     keys = ("seconds", "accuracy", "log_likelihood", "params", "ratio", "ranks")
     report = {
         "experiment": arguments.name,

@@ -33,14 +33,14 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def source_version() -> tuple[str | None, bool | None]:
-    """The commit this package's source is at and whether the tree differs from it; None outside of a checkout."""
+    """The commit this package's source is at and whether it differs from it; None outside of a checkout."""
     here = Path(bayestrain.__file__).parent
     try:
         # Only a checkout of this project counts, not some repository that an installed copy happens to lie in.
         top = _git(here, "rev-parse", "--show-toplevel")
         if here != Path(top) / "src" / "bayestrain":
             return None, None
-        changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", top)
+        changes = _git(here, "status", "--porcelain", "--", str(here))
         return _git(here, "rev-parse", "HEAD"), bool(changes)
     except (OSError, subprocess.SubprocessError):
         return None, None
