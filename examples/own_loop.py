@@ -93,8 +93,8 @@ def main() -> dict[str, float]:
     images, held_out = digits.train.split(0.1, seed=SEED)
     print(f"{images} to train on, {held_out} to choose by, {digits.test} to test on, {EPOCHS} epochs.\n")
 
-    # Each network has one choice of two, made by the images held out. Which two weights of the prior to offer was settled
-    # while test accuracies were in sight (a weight of 1 is too much for so short a run): a demonstration, no benchmark.
+    # Each network has one choice of two, made by the images held out. Which two weights of the prior to offer was
+    # settled with test accuracies in sight (a weight of 1 is too much for so short a run): no benchmark.
     dense, _ = best_of({lr: dense_network(images, lr) for lr in RATES}, held_out, "dense, learning rate")
 
     torch.manual_seed(SEED)
