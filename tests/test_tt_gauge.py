@@ -118,3 +118,17 @@ def test_align_keeps_a_tensor_with_redundant_ranks(dtype: torch.dtype) -> None:
     aligned = tt.align(redundant)
     assert all(core.dtype == dtype for core in aligned)
     assert relative_error(slow_dense(aligned), slow_dense(redundant)) < (1e-7 if dtype == torch.float64 else 1e-3)
+
+
+def test_many_trains_are_aligned_at_once_and_a_broken_one_harms_no_other() -> None:
+    torch.manual_seed(0)
+    trains = [tt.random_cores([(4, 3), (5, 2), (3, 3)], (4, 3), 1.0, dtype=torch.float64) for _ in range(5)]
+    trains[2][1][:, :, :, 1:] *= 1e-6  # indices that are to stay as they are
+    stacked = [torch.stack(cores) for cores in zip(*trains, strict=True)]
+    stacked[0][4] = float("nan")
+    together = torch.vmap(lambda *cores: tuple(tt.align(list(cores))))(*stacked)
+    for i, cores in enumerate(trains[:4]):
+        for one, many in zip(tt.align(cores), together, strict=True):
+            torch.testing.assert_close(many[i], one)
+        torch.testing.assert_close(tt.to_dense([core[i] for core in together]), tt.to_dense(cores))
+    assert bool(together[0][4].isnan().all())

@@ -78,13 +78,12 @@ def _flat(core: Tensor) -> Tensor:
 
 def merge(cores: Cores) -> Tensor:
     """Contract a run of neighbouring cores, flattened, into one: ``(R_left, prod of all modes, R_right)``."""
-    result = _flat(cores[0])
-    for core in cores[1:]:
-        left, size, _ = result.shape
-        flat = _flat(core)
-        result = result.reshape(left * size, -1) @ flat.reshape(flat.shape[0], -1)  # (L*I, r) @ (r, J*R)
-        result = result.reshape(left, size * flat.shape[1], flat.shape[2])
-    return result
+    if len(cores) == 1:
+        return _flat(cores[0])
+    half = (len(cores) + 1) // 2  # in halves: only the last product is large
+    left, right = merge(cores[:half]), merge(cores[half:])
+    product = left.reshape(-1, left.shape[-1]) @ right.reshape(right.shape[0], -1)  # (L*I, r) @ (r, J*R)
+    return product.reshape(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
 
 
 def to_dense(cores: Cores) -> Tensor:
@@ -100,11 +99,13 @@ def matrix_to_dense(cores: Cores) -> Tensor:
 
 def merge_matrix(cores: Cores) -> Tensor:
     """Contract a run of TTM cores into one: ``(R_left, prod out modes, prod in modes, R_right)``."""
-    d = len(cores)
-    modes = [size for core in cores for size in core.shape[1:-1]]  # m1, j1, m2, j2, ..
-    full = merge(cores).reshape(cores[0].shape[0], *modes, cores[-1].shape[-1])
-    order = [0, *range(1, 2 * d, 2), *range(2, 2 * d + 1, 2), 2 * d + 1]  # left, all m, all j, right
-    return full.permute(order).reshape(full.shape[0], math.prod(modes[0::2]), math.prod(modes[1::2]), full.shape[-1])
+    if len(cores) == 1:
+        return cores[0]
+    half = (len(cores) + 1) // 2  # each half is brought into order while it is small
+    left, right = merge_matrix(cores[:half]), merge_matrix(cores[half:])
+    (outer, m, j, r), (_, n, k, last) = left.shape, right.shape
+    product = left.reshape(-1, r) @ right.reshape(r, -1)  # (L*M*J, r) @ (r, N*K*R)
+    return product.reshape(outer, m, j, n, k, last).transpose(2, 3).reshape(outer, m * n, j * k, last)
 
 
 def matrix_to_tensor(matrix: Tensor, out_modes: Sequence[int], in_modes: Sequence[int]) -> Tensor:
@@ -329,32 +330,41 @@ def align(cores: Cores, live: float = 1e-3) -> list[Tensor]:
 
 
 def _aligning_gauge(left: Tensor, right: Tensor, live: float) -> Tensor:
+    """The gauge of one bond. No branch looks at a value, so that many trains can be aligned at once (`torch.vmap`)."""
+    identity = torch.eye(len(left), dtype=left.dtype, device=left.device)
+    sane = torch.isfinite(left).all() & torch.isfinite(right).all()
+    left, right = torch.where(sane, left, identity), torch.where(sane, right, identity)
     size = (left.diagonal() * right.diagonal()).clamp_min(0.0).sqrt()
-    gauge = torch.eye(len(size), dtype=left.dtype, device=left.device)
-    alive = (size > live * size.max()).nonzero().flatten()
-    if len(alive) == 0:
-        return gauge
-    left, right = left[alive][:, alive], right[alive][:, alive]
-    scale = (right.diagonal() / left.diagonal()).pow(0.25)  # makes the two diagonals equal
+    alive = (size > live * size.max()) & sane
+    both, rest = alive[:, None] & alive, torch.diag((~alive).to(left.dtype))
+    scale = torch.where(alive, right.diagonal() / left.diagonal(), 1.0).pow(0.25)  # makes the two diagonals equal
     left, right = left * scale[:, None] * scale, right / scale[:, None] / scale
+    # Indices that are to stay get the largest values, by themselves, so that no eigenvector mixes them with others.
+    left = torch.where(both, left, 4 * left.diagonal().sum() * rest)
+    right = torch.where(both, right, 4 * right.diagonal().sum() * rest)
     values, vectors = torch.linalg.eigh(right)
     root = vectors * values.clamp_min(values[-1] * 1e-14).sqrt()  # right = root @ root^t
     values, vectors = torch.linalg.eigh(root.mT @ left @ root)  # squared singular values
     turn = root @ vectors / values.clamp_min(values[-1] * 1e-16).pow(0.25)
-    gauge[alive[:, None], alive] = scale[:, None] * _nearest_order(turn) / scale
-    return gauge
+    return torch.where(both, scale[:, None] * _nearest_order(turn, alive) / scale, identity)
 
 
-def _nearest_order(turn: Tensor) -> Tensor:
-    """Permute and sign the columns, largest entries first, to bring the matrix as close to the identity as can be."""
-    likeness = (turn / torch.linalg.vector_norm(turn, dim=0)).abs().cpu()
-    column_for_row = [0] * len(likeness)
-    for _ in range(len(likeness)):
-        row, column = divmod(int(likeness.argmax()), len(likeness))
-        column_for_row[row] = column
-        likeness[row, :] = -1.0
-        likeness[:, column] = -1.0
-    ordered = turn[:, torch.tensor(column_for_row, device=turn.device)]
+def _nearest_order(turn: Tensor, alive: Tensor) -> Tensor:
+    """Permute and sign the columns, largest entries first, to bring the matrix as close to the identity as can be.
+
+    Rows that are alive only get columns that are: the others may stand at right angles to them, but nowhere else.
+    """
+    count, index = len(turn), torch.arange(len(turn), device=turn.device)
+    likeness = (turn / torch.linalg.vector_norm(turn, dim=0)).abs()
+    alive_column = torch.where(alive[:, None], likeness.square(), 0.0).sum(0) > 0.5
+    likeness = torch.where(alive[:, None] == alive_column, likeness, -1.0)
+    order = torch.zeros_like(turn)
+    for _ in range(count):
+        best = likeness.flatten().argmax()
+        row, column = index == best // count, index == best % count
+        order = order + (column[:, None] & row)
+        likeness = torch.where(row[:, None] | column, -2.0, likeness)
+    ordered = turn @ order
     return torch.where(ordered.diagonal() < 0, -ordered, ordered)
 
 

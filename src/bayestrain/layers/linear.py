@@ -183,12 +183,12 @@ def _path(outs: tuple[int, ...], ins: tuple[int, ...], ranks: tuple[int, ...], b
     """The way with the fewest multiplications for this batch size, forming the factors included."""
 
     def forming(first: int, last: int) -> int:
-        """Multiplications to merge cores first..last-1."""
-        total, size = 0, outs[first] * ins[first]
-        for k in range(first + 1, last):
-            size *= outs[k] * ins[k]
-            total += ranks[first] * size * ranks[k] * ranks[k + 1]
-        return total
+        """Multiplications to merge cores first..last-1, in halves as `tt.merge_matrix` does."""
+        if last - first == 1:
+            return 0
+        half = first + (last - first + 1) // 2
+        size = math.prod(outs[first:last]) * math.prod(ins[first:last])
+        return forming(first, half) + forming(half, last) + ranks[first] * size * ranks[half] * ranks[last]
 
     best: Path = ("dense", 0)
     cheapest = batch * math.prod(outs) * math.prod(ins) / SPLIT_GAIN + forming(0, len(outs))
