@@ -38,3 +38,7 @@ class Interrupted(BayesTrainError):
     def __init__(self, folder: str, epoch: int) -> None:
         super().__init__(f"Stopped. The checkpoint of epoch {epoch} is in {folder}.")
         self.folder, self.epoch = folder, epoch
+
+
+class ParticleWarning(UserWarning):
+    """Particles of a posterior need a look: one is broken, or all have become one."""

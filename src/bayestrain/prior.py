@@ -1,7 +1,7 @@
 """`RankPrior`: the prior over a model's weights that lets tensor-train ranks choose themselves."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class RankPrior:
         self.floor = floor
         self.other_variance = other_variance
         self.layers = layers
+        self.trainable = trainable_names(model)
         self.held = norms
         self.align_every = align_every
         self.steps = 0
@@ -122,11 +123,13 @@ class RankPrior:
             if (state := layer.rank_state) is not None
         ]
         cores = {id(core) for layer in self.layers.values() for core in layer.cores}
-        others = [p.flatten() for p in self.model.parameters() if p.requires_grad and id(p) not in cores]
+        others = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name in self.trainable and id(parameter) not in cores
+        ]
         if others:
-            flat = torch.cat(others)
-            normaliser = flat.numel() * math.log(2 * math.pi * self.other_variance)
-            terms.append(-0.5 * (flat.square().sum() / self.other_variance + normaliser))
+            terms.append(normal_log_prob(others, self.other_variance))
         return torch.stack(terms).sum()
 
     def loss(self) -> Tensor:
@@ -140,7 +143,7 @@ class RankPrior:
         align = self.align_every > 0 and self.steps % self.align_every == 0
         for name, layer in self.layers.items():
             with own_precision(layer.cores[0]):
-                trained = all(core.requires_grad for core in layer.cores)
+                trained = all(f"{name}.cores.{k}".lstrip(".") in self.trainable for k in range(len(layer.cores)))
                 if trained and name in self.held:
                     _hold_scale(layer, self.held[name])
                 if trained and align:
@@ -191,6 +194,65 @@ class RankPrior:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved `state_dict`."""
         self.steps, self.weight = int(state["steps"]), float(state["weight"])
+
+
+class NormalPrior:
+    """Normal(0, `variance`) on every trainable parameter: for dense networks, and for given ranks.
+
+    Used as `RankPrior` is; there is no lambda, so `step` only counts.
+    """
+
+    def __init__(self, model: nn.Module, num_data: int, *, variance: float = 100.0, weight: float = 1.0) -> None:
+        if not (math.isfinite(variance) and variance > 0):
+            raise ConfigError(f"variance must be positive, got {variance}.")
+        self.model, self.num_data, self.variance, self.weight = model, num_data, variance, weight
+        self.trainable = trainable_names(model)
+        self.steps = 0
+
+    @property
+    def current_weight(self) -> float:
+        """The weight that `loss` applies."""
+        return self.weight
+
+    def log_prob(self) -> Tensor:
+        """``log p`` of all parameters, unweighted, every constant included."""
+        chosen = [parameter for name, parameter in self.model.named_parameters() if name in self.trainable]
+        return normal_log_prob(chosen, self.variance)
+
+    def loss(self) -> Tensor:
+        """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
+        return self.log_prob() * (-self.current_weight / self.num_data)
+
+    def step(self) -> None:
+        """After the optimiser's step: nothing to move."""
+        self.steps += 1
+
+    def lambdas(self) -> dict[str, list[Tensor]]:
+        """There are none."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the prior itself must remember to go on."""
+        return {"steps": self.steps, "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved `state_dict`."""
+        self.steps, self.weight = int(state["steps"]), float(state["weight"])
+
+
+Prior = RankPrior | NormalPrior
+
+
+def normal_log_prob(tensors: Sequence[Tensor], variance: float) -> Tensor:
+    """``log Normal(0, variance)`` of all entries together."""
+    squares = torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+    entries = sum(tensor.numel() for tensor in tensors)
+    return -0.5 * (squares / variance + entries * math.log(2 * math.pi * variance))
+
+
+def trainable_names(model: nn.Module) -> frozenset[str]:
+    """The parameters that train, by name: they still have it when particles stand in for them."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _norms_to_hold(

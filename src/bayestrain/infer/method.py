@@ -1,0 +1,172 @@
+"""What all inference methods share: gradients of the particles, an optimiser, and a state that can be saved."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError
+from bayestrain.infer.particles import Particles, count
+
+LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
+"""``log_density(particles, batch) -> (n,)``: one differentiable log density per particle, up to a constant."""
+
+MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+LOOK_EVERY = 50
+"""Steps between looks at broken particles where a look makes the processor wait for the device."""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What one step saw, per particle, before it moved: the log density, and whether it and its gradient are finite."""
+
+    log_density: Tensor
+    alive: Tensor
+
+
+class Method(ABC):
+    """n particles and how they move.
+
+    Args:
+        log_density: called with stacked particles (perhaps only some of them) and a batch.
+        particles: where they start, ``{name: (n, ..)}``; copied.
+        optimizer: makes any torch optimiser for a list of tensors; the direction to climb is handed to it.
+        carried: stacked tensors that belong to particles but are not moved by gradients; `log_density` gets them among
+            the particles and may change them in place.
+        scale: factor on the direction, for example ``1 / number of data`` to use learning rates known from mean losses.
+        chunk: how many particles go through `log_density` at once; all if None. Changes memory, not results.
+    """
+
+    name: ClassVar[str]
+    fewest: ClassVar[int] = 1
+    advice: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        log_density: LogDensity,
+        particles: Particles,
+        optimizer: MakeOptimizer,
+        *,
+        carried: dict[str, Tensor] | None = None,
+        scale: float = 1.0,
+        chunk: int | None = None,
+    ) -> None:
+        self.n = count(particles)
+        if self.n < self.fewest:
+            raise ConfigError(f"{self.name} needs at least {self.fewest} particles, got {self.n}. {self.advice}".strip())
+        if chunk is not None and chunk < 1:
+            raise ConfigError(f"chunk is a number of particles and must be at least 1, got {chunk}.")
+        self.log_density = log_density
+        self.particles = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+            for name, tensor in particles.items()
+        }
+        self.carried = {} if carried is None else carried
+        if self.carried and count(self.carried) != self.n:
+            raise ShapeError(f"There are {self.n} particles but carried tensors for {count(self.carried)}.")
+        self.scale = scale
+        self.chunk = chunk
+        self.optimizer = optimizer(list(self.particles.values()))
+        self.steps = 0
+        self._broken = torch.zeros(self.n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
+        self._warned: set[int] = set()
+
+    @abstractmethod
+    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
+        """Turn the gradients of the log density, in place, into the direction in which particles move."""
+
+    def step(self, batch: Any) -> StepInfo:
+        """Move every particle once. A particle whose gradient is not finite sits it out, and a warning names it."""
+        values, gradients = self.gradients(batch)
+        with torch.no_grad():
+            alive = values.isfinite()
+            for gradient in gradients.values():
+                alive = alive & torch.linalg.vector_norm(gradient.view(self.n, -1), dim=1).isfinite()
+            for gradient in gradients.values():
+                gradient.masked_fill_(~alive.view(-1, *[1] * (gradient.ndim - 1)), 0.0)
+            self.direction_(gradients, alive)
+            for name, gradient in gradients.items():
+                self.particles[name].grad = gradient.mul_(-self.scale)  # optimisers go downhill
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self._broken += ~alive
+        if self._broken.device.type == "cpu" or self.steps % LOOK_EVERY == 0:
+            self._look()
+        return StepInfo(values, alive)
+
+    def gradients(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """``(log densities (n,), {name: gradient (n, ..)})``, chunk by chunk."""
+        size = self.n if self.chunk is None else min(self.chunk, self.n)
+        values: list[Tensor] = []
+        gradients: dict[str, Tensor] = {}
+        for start in range(0, self.n, size):
+            part = slice(start, min(start + size, self.n))
+            leaves = {name: tensor.detach()[part].requires_grad_() for name, tensor in self.particles.items()}
+            carried = {name: tensor[part] for name, tensor in self.carried.items()}
+            value = self.log_density({**leaves, **carried}, batch)
+            many = part.stop - part.start
+            if value.shape != (many,):
+                raise ShapeError(
+                    f"log_density must return one number per particle, shape ({many},), got {tuple(value.shape)}."
+                )
+            found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+            values.append(value.detach())
+            for name, gradient in zip(leaves, found, strict=True):
+                if size == self.n:
+                    gradients[name] = gradient.contiguous()
+                else:
+                    gradients.setdefault(name, torch.empty_like(self.particles[name]))[part] = gradient
+        return torch.cat(values), gradients
+
+    def set_lr(self, lr: float) -> None:
+        """Change the optimiser's learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _look(self) -> None:
+        """Name the particles that have sat out a step; there is nothing to go on with when all have."""
+        broken = (self._broken > 0).nonzero().flatten().tolist()
+        if len(broken) == self.n and int(self._broken.min()) == self.steps:
+            raise TrainingError(
+                "No particle has a finite log density and gradient. Try a smaller learning rate, and look for a log of "
+                "zero or a division by zero in the model or the likelihood."
+            )
+        for i in set(broken) - self._warned:
+            self._warned.add(i)
+            warnings.warn(
+                f"Particle {i} of {self.n} has a log density or gradient that is not finite. It sits out such steps, "
+                "the others go on. Try a smaller learning rate, or another start for it.",
+                ParticleWarning,
+                stacklevel=3,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "method": self.name,
+            "particles": {name: tensor.detach() for name, tensor in self.particles.items()},
+            "carried": dict(self.carried),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "broken": self._broken,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state; the particles there must have the shapes of those here."""
+        if state["method"] != self.name:
+            raise ConfigError(f"This is a state of {state['method']!r} and cannot be continued by {self.name!r}.")
+        for kind, own in (("particles", self.particles), ("carried", self.carried)):
+            if state[kind].keys() != own.keys() or any(state[kind][name].shape != own[name].shape for name in own):
+                raise ShapeError(f"The saved {kind} do not have the names and shapes of those here.")
+            for name, tensor in own.items():
+                tensor.copy_(state[kind][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = int(state["steps"])
+        self._broken.copy_(state["broken"])

@@ -1,0 +1,56 @@
+"""Particles: a dict of stacked tensors, every one with the particles along its first dimension."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bayestrain.errors import ShapeError
+
+Particles = Mapping[str, Tensor]
+"""``{name: (n, ..)}``; the entries of one particle are ``{name: tensor[i]}``."""
+
+BLOCK = 1 << 16
+"""Columns handled at once where a temporary copy of the particles is needed."""
+
+
+def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Particles from single points, which must agree in names, shapes and dtypes."""
+    if not points:
+        raise ShapeError("There is no particle to stack. Give at least one.")
+    first = points[0]
+    for i, point in enumerate(points):
+        if point.keys() != first.keys():
+            differing = sorted(set(point) ^ set(first))
+            raise ShapeError(f"Particle {i} and particle 0 do not have the same tensors: {differing} is in only one.")
+        for name, tensor in point.items():
+            if tensor.shape != first[name].shape or tensor.dtype != first[name].dtype:
+                raise ShapeError(
+                    f"Particle {i} has {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}, particle 0 has "
+                    f"{tuple(first[name].shape)} and {first[name].dtype}. Particles must be alike: build all from the "
+                    "same code, with the same ranks."
+                )
+    return {name: torch.stack([point[name].detach() for point in points]) for name in first}
+
+
+def count(particles: Particles) -> int:
+    """The number of particles, the same in every tensor."""
+    if not particles:
+        raise ShapeError("There is no tensor in these particles.")
+    sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in particles.items()}
+    if len(set(sizes.values())) > 1:
+        raise ShapeError(f"Every tensor must hold the same number of particles in its first dimension, got {sizes}.")
+    return next(iter(sizes.values()))
+
+
+def columns(tensor: Tensor) -> Iterator[Tensor]:
+    """Views ``(n, at most BLOCK)`` that together are the whole of a contiguous tensor ``(n, ..)``."""
+    flat = tensor.view(tensor.shape[0], -1)
+    for start in range(0, flat.shape[1], BLOCK):
+        yield flat[:, start : start + BLOCK]
+
+
+def centred(block: Tensor, alive: Tensor) -> Tensor:
+    """A block of columns minus the mean of its living rows; the other rows become zero."""
+    living = torch.where(alive[:, None], block, 0.0)
+    return torch.where(alive[:, None], living - living.sum(0) / alive.sum(), 0.0)

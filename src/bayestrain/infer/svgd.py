@@ -1,0 +1,65 @@
+"""Stein variational gradient descent: n particles that move until they lie like draws from a density.
+
+Each particle climbs the log density, pulled along by the gradients of the particles near it, and is pushed away from
+them so that all do not end on one peak (Liu & Wang 2016, eq. 8)::
+
+    phi(theta_k) = 1/n sum_i [ K(theta_i, theta_k) grad log p(theta_i)  +  grad_{theta_i} K(theta_i, theta_k) ]
+                                  the drive: up the hill                       the repulsion: apart
+
+Write the particles as the rows of Theta and their gradients as the rows of G, both ``(n, D)``. For a kernel of the
+squared distance, ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)`` with K' its slope, so both sums are products of an
+``n x n`` matrix with an ``n x D`` one::
+
+    phi = ( K @ G  +  2 (K' @ Theta - rowsum(K') * Theta) ) / n
+
+Nothing of size ``n x n x D`` exists, and the work beside the gradients themselves is small.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayestrain.infer.kernels import Kernel, rbf, squared_distances
+from bayestrain.infer.method import LogDensity, MakeOptimizer, Method
+from bayestrain.infer.particles import Particles, centred, columns
+
+
+class SVGD(Method):
+    """Stein variational gradient descent; arguments as for `Method`, and `kernel` (see `infer.kernels`).
+
+    The optimiser gets ``scale * phi``. Adam is a good choice: phi's size changes a lot on the way.
+    """
+
+    name: ClassVar[str] = "svgd"
+    fewest: ClassVar[int] = 2
+    advice: ClassVar[str] = "One particle has nobody to keep a distance from: use MAP for a single point."
+
+    def __init__(
+        self,
+        log_density: LogDensity,
+        particles: Particles,
+        optimizer: MakeOptimizer,
+        *,
+        kernel: Kernel = rbf,
+        **options: Any,
+    ) -> None:
+        super().__init__(log_density, particles, optimizer, **options)
+        self.kernel = kernel
+
+    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
+        K, slope = self.kernel(squared_distances(self.particles, alive))  # (n, n) each
+        stein_direction_(self.particles, gradients, K, slope, alive)
+
+
+@torch.no_grad()
+def stein_direction_(
+    particles: Particles, gradients: dict[str, Tensor], K: Tensor, slope: Tensor, alive: Tensor
+) -> None:
+    """Replace the gradients by phi, some columns at a time. Particles not `alive` neither move nor matter."""
+    for name, gradient in gradients.items():
+        for theta, g in zip(columns(particles[name].detach()), columns(gradient), strict=True):
+            theta = centred(theta, alive)  # the repulsion knows differences only, and small ones are exact this way
+            drive = K @ g  # (n, n) @ (n, columns)
+            repulsion = 2 * (slope @ theta - slope.sum(1, keepdim=True) * theta)
+            g.copy_((drive + repulsion) / alive.sum())
