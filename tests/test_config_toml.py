@@ -236,4 +236,4 @@ def test_lines_are_those_of_keys_not_of_look_alikes() -> None:
     assert lines["fit", "lr"] == 10
     assert lines["x", "y"] == 11
     assert lines["z", "lr"] == 13
-    assert set(SECTIONS) == {"experiment", "data", "tensorize", "prior", "fit"}
+    assert set(SECTIONS) == {"experiment", "data", "tensorize", "prior", "fit", "posterior"}

@@ -207,18 +207,13 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
 def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
     """Rank indices to keep, bond after bond, such that all that is dropped has a norm of at most ``tol * norm``.
 
-    The error of dropping a set D at one bond is exact: the sum over D x D of the product of the two Gram matrices. The
-    errors of different bonds add at worst, so each bond may use an equal share of the tolerance.
+    The errors of different bonds add at worst, so each bond may use an equal share of the tolerance.
     """
     budget = tol * float(tt.norm(cores)) / max(len(cores) - 1, 1)
     keep: list[Tensor] = []
     for bond in range(1, len(cores)):
-        left, right = (grams[bond - 1] for grams in tt.grams(cores))
-        cross = left * right
-        order = cross.diagonal().argsort()  # least important first
-        sorted_cross = cross[order][:, order]
-        dropped = sorted_cross.cumsum(0).cumsum(1).diagonal().clamp_min(0.0).sqrt()  # error of dropping a prefix
-        count = min(int((dropped.cummax(0).values <= budget).sum()), len(order) - 1)
+        order, dropped = tt.drop_order(cores, bond)
+        count = min(int((dropped <= budget).sum()), len(order) - 1)
         kept = order[count:].sort().values
         keep.append(kept)
         cores = tt.slice_bond(cores, bond, kept)

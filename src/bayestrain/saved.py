@@ -1,6 +1,7 @@
 """Compacted models on disk: ``model.safetensors`` (the numbers) beside ``model.json`` (what they are).
 
 The JSON describes every tensor-train layer, so a model whose ranks were found in training is rebuilt without guessing.
+A posterior has the stacked numbers of all its particles in ``posterior.safetensors`` instead.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bayestrain import models
 from bayestrain.convert import replace_layers
 from bayestrain.errors import ConfigError, DataError
 from bayestrain.files import write_atomically
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
+from bayestrain.posterior import Joint, ParticleModel
+from bayestrain.predict import Classification, Likelihood, Regression
 from bayestrain.sizes import count_parameters, tt_layers
 
 FORMAT = 1
-WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
 
 
 def save_model(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None:
@@ -31,16 +35,7 @@ def save_model(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None
     """
     from safetensors.torch import save_model as write
 
-    layers = tt_layers(model)
-    if any(layer.rank_state is not None for layer in layers.values()):
-        raise ConfigError("The model still carries lambda. Call prior.remove_() before saving it for use.")
-    description = {
-        **about,
-        "format": FORMAT,
-        "params": count_parameters(model),
-        "layers": {name: _describe(layer) for name, layer in layers.items()},
-    }
-    text = json.dumps(description, indent=2) + "\n"  # fails, if it does, before anything is written
+    text = _description(model, about)  # fails, if it does, before anything is written
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         write(model, str(Path(scratch) / WEIGHTS))
         content = (Path(scratch) / WEIGHTS).read_bytes()
@@ -57,6 +52,112 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     from safetensors.torch import load_model as read
 
     folder, description = read_description(path)
+    if "particles" in description:
+        raise ConfigError(
+            f"{folder} holds a posterior of {description['particles']} particles, not one model. "
+            "Use load_posterior(path), and its particle(i) for a single network."
+        )
+    model = _rebuild(folder, description, model)
+    try:
+        read(model, str(folder / WEIGHTS))
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise DataError(f"{folder / WEIGHTS} is missing, damaged or not the one described: {error}") from error
+    return model.eval()
+
+
+def save_posterior(posterior: ParticleModel, folder: Path, about: Mapping[str, Any]) -> None:
+    """Write the particles and their description into `folder`; as `save_model`.
+
+    Frozen parameters, which all particles share, are saved once. Lambda is no part of it (`Posterior.fix_ranks_`).
+    """
+    from safetensors.torch import save
+
+    likelihood = posterior.joint.likelihood
+    known: dict[str, Any] | None = None
+    if isinstance(likelihood, Classification):
+        known = {"kind": "classification"}
+    elif isinstance(likelihood, Regression):
+        known = {"kind": "regression", "noise": likelihood.noise}
+    text = _description(posterior.template, {**about, "particles": len(posterior), "likelihood": known})
+    shared = {
+        f"shared.{name}": tensor
+        for name, tensor in posterior.joint.named_parameters()
+        if name not in posterior.particles
+    }
+    tensors = {**posterior.particles, **posterior.carried, **shared}
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    write_atomically(folder / PARTICLES, content)
+    write_atomically(folder / DESCRIPTION, text)
+
+
+def load_posterior(
+    path: Path | str, model: nn.Module | None = None, likelihood: Likelihood | None = None
+) -> ParticleModel:
+    """The saved posterior, ready to predict. `model` as for `load_model`; `likelihood` only if it is one of your own."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder, description = read_description(path)
+    if "particles" not in description:
+        raise ConfigError(f"{folder} holds a single model, not a posterior. Use load_model(path).")
+    if likelihood is None:
+        likelihood = _likelihood(folder, description.get("likelihood"))
+    joint = Joint(_rebuild(folder, description, model), likelihood, None, num_data=1)
+    try:
+        tensors = load_file(folder / PARTICLES)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{folder / PARTICLES} is missing or damaged: {error}") from error
+    own = {**dict(joint.named_parameters()), **dict(joint.named_buffers())}
+    n = int(description["particles"])
+    particles: dict[str, Tensor] = {}
+    for name, tensor in own.items():
+        shared = tensors.get(f"shared.{name}")
+        found = tensors.get(name) if shared is None else shared
+        wanted = tensor.shape if shared is not None else (n, *tensor.shape)
+        if found is None or found.shape != wanted:
+            there = "nothing" if found is None else f"shape {tuple(found.shape)}"
+            raise DataError(
+                f"{folder / PARTICLES} is not the one described: {name} needs shape {tuple(wanted)}, there is {there}."
+            )
+        if shared is None:
+            particles[name] = found
+        else:
+            with torch.no_grad():
+                tensor.copy_(found)
+    buffers = dict(joint.named_buffers())
+    carried = {name: tensor for name, tensor in particles.items() if name in buffers}
+    joint.eval()
+    return ParticleModel(joint, {name: t for name, t in particles.items() if name not in buffers}, carried)
+
+
+def _likelihood(folder: Path, about: Mapping[str, Any] | None) -> Likelihood:
+    if about is not None and about.get("kind") == "classification":
+        return Classification()
+    if about is not None and about.get("kind") == "regression":
+        return Regression(about.get("noise"))
+    raise ConfigError(
+        f"{folder / DESCRIPTION} names no likelihood of this package. Pass yours: load_posterior(path, likelihood=..)."
+    )
+
+
+def _description(model: nn.Module, about: Mapping[str, Any]) -> str:
+    layers = tt_layers(model)
+    if any(layer.rank_state is not None for layer in layers.values()):
+        raise ConfigError(
+            "The model still carries lambda. Call prior.remove_() before saving it for use, "
+            "or posterior.fix_ranks_() if it is a posterior."
+        )
+    description = {
+        **about,
+        "format": FORMAT,
+        "params": count_parameters(model),
+        "layers": {name: _describe(layer) for name, layer in layers.items()},
+    }
+    return json.dumps(description, indent=2) + "\n"
+
+
+def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module | None) -> nn.Module:
+    """The network described, with layers of the right shapes and any values."""
     if model is None:
         build = models.BUILDERS.get(str(description.get("model")))
         if build is None:
@@ -74,17 +175,13 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / DESCRIPTION} does not describe its layers completely: {error!r}.") from error
     replace_layers(model, layers)
-    try:
-        read(model, str(folder / WEIGHTS))
-    except (SafetensorError, RuntimeError, OSError) as error:
-        raise DataError(f"{folder / WEIGHTS} is missing, damaged or not the one described: {error}") from error
-    return model.eval()
+    return model
 
 
 def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     """The folder of a saved model and its description."""
     path = Path(path)
-    if not path.is_dir() and path.name not in (WEIGHTS, DESCRIPTION):
+    if not path.is_dir() and path.name not in (WEIGHTS, PARTICLES, DESCRIPTION):
         raise DataError(f"{path} is no saved model. Name its folder, its {DESCRIPTION} or its {WEIGHTS}.")
     folder = path if path.is_dir() else path.parent
     file = folder / DESCRIPTION

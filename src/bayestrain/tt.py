@@ -278,6 +278,18 @@ def contributions(cores: Cores) -> list[Tensor]:
     ]
 
 
+def drop_order(cores: Cores, bond: int) -> tuple[Tensor, Tensor]:
+    """Rank indices of a bond, least important first, and the exact error (norm) of dropping the first 1, 2, .. of them.
+
+    Dropping a set D changes the tensor by the sum over D x D of the product of the two Gram matrices.
+    """
+    left, right = (grams_[bond - 1] for grams_ in grams(cores))
+    cross = left * right
+    order = cross.diagonal().argsort()
+    errors = cross[order][:, order].cumsum(0).cumsum(1).diagonal().clamp_min(0.0).sqrt()
+    return order, errors.cummax(0).values
+
+
 def _gram_right(gram: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Carry ``(a, b)`` through cores x ``(a, I, c)`` and y ``(b, I, d)`` to ``(c, d)``."""
     x, y = _flat(x), _flat(y)

@@ -58,7 +58,12 @@ class LiveView:
         experiment = config.experiment
         preset = "" if experiment.preset == "default" else f", preset {experiment.preset}"
         self.title = f"{experiment.name}{preset}, seed {experiment.seed}"
+        if config.posterior.particles:
+            self.title += f", {config.posterior.particles} particles by {config.posterior.method}"
         self.began = time.monotonic()
+        if self.live.is_started:  # a second part of the same run: everything from the start
+            self.epochs_done = self.steps_done = self.epochs_before = 0
+            self.ranks_at_start, self.params_at_start, self.finetuning = {}, 0, False
         self.live.start()
 
     def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:

@@ -17,8 +17,10 @@ class PlainLines:
     def start(self, total_epochs: int, steps_per_epoch: int, config: RunConfig, dense_params: int) -> None:
         self.total_epochs, self.dense_params = total_epochs, dense_params
         experiment = config.experiment
+        particles = config.posterior.particles
+        many = f"{particles} particles by {config.posterior.method}, " if particles else ""
         self.message(
-            f"{experiment.name} (preset {experiment.preset}, seed {experiment.seed}): {total_epochs} epochs of "
+            f"{experiment.name} (preset {experiment.preset}, seed {experiment.seed}): {many}{total_epochs} epochs of "
             f"{steps_per_epoch} steps, {dense_params:,} parameters when dense"
         )
 

@@ -16,12 +16,13 @@ from bayestrain.train.config import RunConfig, differences
 ROOT = Path("runs")
 
 
-LAST = "checkpoint-last.pt"
+LAST, MAP = "checkpoint-last.pt", "map"
 BEFORE = {"config.toml", "environment.json", "history.jsonl", "checkpoint-best.pt"}
 """What a run writes before its first checkpoint: a folder with only these holds no work yet."""
 AFTER = {
     LAST,
     "model.safetensors",
+    "posterior.safetensors",
     "model.json",
     "evaluation.safetensors",
     "spectra.json",
@@ -35,7 +36,8 @@ def is_run(folder: Path) -> bool:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    return (folder / LAST).is_file()
+    """Whether there is work to go on with: the run's own, or that of the MAP point it begins with."""
+    return (folder / LAST).is_file() or (folder / MAP / LAST).is_file()
 
 
 def is_finished(folder: Path) -> bool:
@@ -117,9 +119,13 @@ def first_record(folder: Path) -> dict[str, Any] | None:
 
 
 def clear(folder: Path) -> None:
-    """Remove a run's files, and nothing else."""
+    """Remove a run's files, those of its MAP point too, and nothing else."""
     for name in BEFORE | AFTER:
         (folder / name).unlink(missing_ok=True)
+    if (folder / MAP).is_dir():
+        clear(folder / MAP)
+        if not any((folder / MAP).iterdir()):
+            (folder / MAP).rmdir()
 
 
 def tidy(folder: Path) -> None:

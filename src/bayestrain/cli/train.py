@@ -47,6 +47,7 @@ def train_help() -> str:
   bayestrain train                             [dim]# a first look: mnist-mini[/]
   bayestrain train mnist --seed 1              [dim]# into runs/mnist-seed1[/]
   bayestrain train mnist --preset paper        [dim]# as the paper has it[/]
+  bayestrain train mnist --particles 20        [dim]# a posterior, not a point[/]
   bayestrain train mnist --set prior.weight=2  [dim]# any setting, also twice[/]
   bayestrain train mnist --print-config > my.toml
   bayestrain train --config my.toml --out my-run
@@ -73,6 +74,10 @@ Overrides = Annotated[
     list[str] | None,
     option("Change a setting, as in fit.epochs=3. May be repeated.", "--set", panel=WHAT, metavar="KEY=VALUE"),
 ]
+Particles = Annotated[
+    int | None,
+    option("Train a posterior of N networks (SVGD) instead of one; 20 is a good number.", panel=WHAT, metavar="N"),
+]
 Seed = Annotated[int | None, option("Seed of every random choice; 0 if left out.", panel=WHAT, metavar="N")]
 Out = Annotated[Path | None, option("Folder of the run; runs/NAME-seedN if left out.", panel=WHERE, metavar="DIR")]
 Device = Annotated[
@@ -92,6 +97,7 @@ def train(
     config: Config = None,
     preset: Preset = None,
     overrides: Overrides = None,
+    particles: Particles = None,
     seed: Seed = None,
     out: Out = None,
     device: Device = "auto",
@@ -103,6 +109,8 @@ def train(
 ) -> None:
     if overwrite and resume:
         raise ConfigError("--overwrite begins anew and --resume goes on: use one of them.")
+    if particles is not None:
+        overrides = [*(overrides or []), f"posterior.particles={particles}"]
     chosen = choose_config(name, config, preset, overrides or [], seed, out if resume else None)
     if print_config:
         print(toml.dumps(chosen), end="")

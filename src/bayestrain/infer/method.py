@@ -40,6 +40,7 @@ class Method(ABC):
             the particles and may change them in place.
         scale: factor on the direction, for example ``1 / number of data`` to use learning rates known from mean losses.
         chunk: how many particles go through `log_density` at once; all if None. Changes memory, not results.
+        clip: largest norm of a particle's scaled direction; None does not clip.
     """
 
     name: ClassVar[str]
@@ -55,6 +56,7 @@ class Method(ABC):
         carried: dict[str, Tensor] | None = None,
         scale: float = 1.0,
         chunk: int | None = None,
+        clip: float | None = None,
     ) -> None:
         self.n = count(particles)
         if self.n < self.fewest:
@@ -71,6 +73,8 @@ class Method(ABC):
             raise ShapeError(f"There are {self.n} particles but carried tensors for {count(self.carried)}.")
         self.scale = scale
         self.chunk = chunk
+        self.clip = clip
+        self.make_optimizer = optimizer
         self.optimizer = optimizer(list(self.particles.values()))
         self.steps = 0
         self._broken = torch.zeros(self.n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
@@ -90,8 +94,14 @@ class Method(ABC):
             for gradient in gradients.values():
                 gradient.masked_fill_(~alive.view(-1, *[1] * (gradient.ndim - 1)), 0.0)
             self.direction_(gradients, alive)
+            factor = torch.full((self.n,), -self.scale, dtype=values.dtype, device=values.device)  # optimisers descend
+            if self.clip is not None:
+                size = torch.stack([torch.linalg.vector_norm(g.view(self.n, -1), dim=1) for g in gradients.values()])
+                length = torch.linalg.vector_norm(size, dim=0) * self.scale
+                factor = factor * (self.clip / length.clamp_min(1e-30)).clamp_max(1.0)
             for name, gradient in gradients.items():
-                self.particles[name].grad = gradient.mul_(-self.scale)  # optimisers go downhill
+                gradient.mul_(factor.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))
+                self.particles[name].grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -128,6 +138,26 @@ class Method(ABC):
         """Change the optimiser's learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+
+    def restart_optimizer(self) -> None:
+        """Forget what the optimiser remembers."""
+        self.optimizer = self.make_optimizer(list(self.particles.values()))
+
+    @torch.no_grad()
+    def keep_(self, indices: Sequence[int]) -> None:
+        """Go on with these particles only."""
+        if not len(set(indices)) == len(indices) >= self.fewest:
+            raise ConfigError(f"{self.name} needs at least {self.fewest} different particles, got {list(indices)}.")
+        chosen = torch.tensor(indices, device=self._broken.device)
+        for tensor in self.particles.values():
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor) and value.shape == tensor.shape:
+                    self.optimizer.state[tensor][key] = value.index_select(0, chosen)
+            tensor.data = tensor.detach().index_select(0, chosen)
+        for name, tensor in self.carried.items():
+            self.carried[name] = tensor.index_select(0, chosen)
+        self._broken = self._broken.index_select(0, chosen)
+        self._warned, self.n = set(), len(chosen)
 
     def _look(self) -> None:
         """Name the particles that have sat out a step; there is nothing to go on with when all have."""

@@ -1,34 +1,18 @@
 """The page that compares runs: a table, accuracy against size, trajectories, ranks side by side."""
 
-import os
 import re
-import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bayestrain.report import words
+from bayestrain.report.agreement import agreement_sentence, within_one
 from bayestrain.report.figures.comparison import Entry, path_plots, rank_comparison, scatter_plot
 from bayestrain.report.html import render
 from bayestrain.report.palette import SERIES
-from bayestrain.report.paper import PAPER
-from bayestrain.report.run import Run, Scores
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. `kind` is "run", "mean" or "paper"; `link` leads to the run's own report."""
-
-    kind: str
-    name: str
-    cells: tuple[str, ...]
-    colour: str = ""
-    link: str = ""
-
-
-COLUMNS = ("seed", "parameters", "ratio", "accuracy", "log likelihood", "ECE", "time")
+from bayestrain.report.run import Run
+from bayestrain.report.table import comparison_table, spread
 
 
 def comparison_page(runs: Sequence[Run], beside: Path) -> str:
@@ -45,8 +29,9 @@ def comparison_page(runs: Sequence[Run], beside: Path) -> str:
         "heading": ", ".join(experiments),
         "lead": _lead(runs, groups),
         "notices": [f"{run.folder} has not finished: only its history is shown." for run in runs if not run.finished],
-        "columns": COLUMNS,
-        "rows": _rows(entries, groups, beside),
+        "agreements": agreements(groups),
+        "table": comparison_table(entries, groups, beside),
+        "several": any(run.posterior for run in runs),
         "plots": plots,
         "rank_grids": rank_grids,
     }
@@ -60,12 +45,6 @@ def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
         config = re.sub(r"(?m)^\s*seed\s*=.*$", "", run.config_text)
         groups.setdefault((run.experiment, run.preset, run.kind, config), []).append(run)
     return list(groups.values())
-
-
-def spread(values: Sequence[float | None]) -> tuple[float, float] | None:
-    """Mean and sample standard deviation; None with fewer than two values."""
-    known = [value for value in values if value is not None]
-    return (statistics.fmean(known), statistics.stdev(known)) if len(known) > 1 else None
 
 
 def _entries(runs: Sequence[Run], groups: Sequence[Sequence[Run]]) -> list[Entry]:
@@ -84,51 +63,28 @@ def _entries(runs: Sequence[Run], groups: Sequence[Sequence[Run]]) -> list[Entry
     return entries
 
 
-def _rows(entries: Sequence[Entry], groups: Sequence[Sequence[Run]], beside: Path) -> list[Row]:
-    rows = []
-    for number, group in enumerate(groups):
-        members = [entry for entry in entries if entry.group == number]
-        for entry in members:
-            report = entry.run.folder / "report.html"
-            link = Path(os.path.relpath(report, beside)).as_posix() if report.is_file() else ""
-            seed = "–" if entry.run.seed is None else str(entry.run.seed)
-            rows.append(Row("run", entry.name, (seed, *_cells(entry.run.scores)), f"c{entry.colour + 1}", link))
-        finished = [run.scores for run in group if run.finished]
-        if len(finished) > 1:
-            rows.append(Row("mean", f"mean ± sd of {len(finished)} seeds", ("", *_mean_cells(finished))))
-    for experiment in dict.fromkeys(entry.run.experiment for entry in entries):
-        if paper := PAPER.get(experiment):
-            scores = Scores(paper.dense_params, paper.params, paper.accuracy, paper.log_likelihood)
-            rows.append(Row("paper", f"paper, {experiment}", ("–", *_cells(scores))))
-    return rows
+def agreements(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """For each group of seeds, on how many bonds their ranks agree."""
+    sentences = []
+    for group in groups:
+        seeds = [run for run in group if run.finished and run.tensor_layers]
+        shapes = {tuple((layer.name, len(layer.ranks)) for layer in run.tensor_layers) for run in seeds}
+        if len({run.seed for run in seeds}) < 2 or len(shapes) > 1:
+            continue
+        chains = [[rank for layer in run.tensor_layers for rank in layer.ranks] for run in seeds]
+        found = list(zip(*chains, strict=True))
+        most = [rank for layer in seeds[0].tensor_layers for rank in layer.max_ranks]
+        uncut = sum(min(ranks) >= limit for ranks, limit in zip(found, most, strict=True))
+        who = f"The {len(seeds)} seeds"
+        if len(groups) > 1:
+            about = f" ({_kind(seeds[0])})" if any(run.posterior for others in groups for run in others) else ""
+            who += f" of {seeds[0].experiment}{about}"
+        sentences.append(agreement_sentence(*within_one(found), who, "their ranks", uncut))
+    return sentences
 
 
-def _cells(scores: Scores) -> tuple[str, ...]:
-    return (
-        words.count(scores.params),
-        words.ratio(scores.ratio),
-        words.percent(scores.accuracy),
-        words.signed(scores.log_likelihood, 4),
-        words.percent(scores.ece),
-        words.duration(scores.seconds),
-    )
-
-
-def _mean_cells(scores: Sequence[Scores]) -> tuple[str, ...]:
-    def cell(values: Sequence[float | None], text: str, scale: float = 1.0, unit: str = "") -> str:
-        known = spread(values)
-        if known is None:
-            return "–"
-        return f"{scale * known[0]:{text}} ± {scale * known[1]:{text}}{unit}".replace("-", "−")
-
-    return (
-        cell([s.params for s in scores], ",.0f"),
-        cell([s.ratio for s in scores], ".1f", unit="×"),
-        cell([s.accuracy for s in scores], ".2f", 100, " %"),
-        cell([s.log_likelihood for s in scores], ".4f"),
-        cell([s.ece for s in scores], ".2f", 100, " %"),
-        cell([s.seconds for s in scores], ".0f", unit=" s"),
-    )
+def _kind(run: Run) -> str:
+    return f"{run.posterior.particles} particles" if run.posterior else "MAP"
 
 
 def _lead(runs: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:

@@ -6,14 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
-
 from bayestrain.errors import ReportError
-from bayestrain.report.run import Epoch, Evaluation, Layer, Run, Scores, Spectra
-
-Json = dict[str, Any]
+from bayestrain.report.load_evaluation import read_evaluation
+from bayestrain.report.load_posterior import read_diagnostics, read_map, read_ood, read_posterior, read_warnings
+from bayestrain.report.reading import Json, number, read_json, read_scores, whole
+from bayestrain.report.run import Epoch, Layer, Run, Scores, Spectra
 
 
 def load_run(folder: Path) -> Run:
@@ -23,18 +20,21 @@ def load_run(folder: Path) -> Run:
         raise ReportError(
             f"{folder} is not a run folder: there is no such folder. Give the --out folder of a training."
         )
-    result = _json(folder / "result.json")
+    result = read_json(folder / "result.json")
     history = _history(folder / "history.jsonl")
     if result is None and not history:
+        begun = (folder / "map" / "history.jsonl").is_file()
         raise ReportError(
             f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
-            "Give a folder that `bayestrain train --out FOLDER` has written."
-        )
+            + (f"Only its MAP run has begun: give {folder / 'map'} to see that." if begun
+               else "Give a folder that `bayestrain train --out FOLDER` has written.")
+        )  # fmt: skip
     config_text, config = _config(folder / "config.toml")
-    model = _json(folder / "model.json")
-    environment = _json(folder / "environment.json")
+    model = read_json(folder / "model.json")
+    environment = read_json(folder / "environment.json")
     spectra = _spectra(folder / "spectra.json")
-    evaluation = _evaluation(folder / "evaluation.safetensors")
+    evaluation = read_evaluation(folder / "evaluation.safetensors")
+    posterior = read_posterior(result, config, folder / "result.json")
     parts = {
         "result.json": result, "history.jsonl": history, "config.toml": config_text, "model.json": model,
         "environment.json": environment, "spectra.json": spectra, "evaluation.safetensors": evaluation,
@@ -56,25 +56,16 @@ def load_run(folder: Path) -> Run:
         history=history,
         spectra=spectra,
         evaluation=evaluation,
+        posterior=posterior,
+        map=read_map(folder, result, evaluation) if posterior else None,
+        ood=read_ood(result, folder / "result.json"),
+        warnings=read_warnings(result),
         classes=tuple(str(c) for c in (model or {}).get("classes", ())),
         config_text=config_text,
         environment={key: _plain(value) for key, value in (environment or {}).items()},
         command=str((result or {}).get("command", "")),
         missing=tuple(name for name, part in parts.items() if not part),
     )
-
-
-def _json(path: Path) -> Json | None:
-    """A JSON object, or None if there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        raise ReportError(f"{path} cannot be read: {error}. Delete it to leave its part out of the report.") from error
-    if not isinstance(content, dict):
-        raise ReportError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
-    return content
 
 
 def _history(path: Path) -> tuple[Epoch, ...]:
@@ -86,15 +77,15 @@ def _history(path: Path) -> tuple[Epoch, ...]:
     except (ValueError, OSError) as error:
         raise ReportError(f"{path} cannot be read: {error}.") from error
     records: dict[int, Epoch] = {}
-    for number, line in enumerate(lines, start=1):
+    for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = _epoch(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines):
+            if place == len(lines):
                 break
-            raise ReportError(f"{path}, line {number}: not an epoch of a training ({error!r}).") from error
+            raise ReportError(f"{path}, line {place}: not an epoch of a training ({error!r}).") from error
         records[record.epoch] = record
     return tuple(records[epoch] for epoch in sorted(records))
 
@@ -104,15 +95,18 @@ def _epoch(line: Json) -> Epoch:
     return Epoch(
         epoch=int(line["epoch"]),
         phase=str(line.get("phase", "search")),
-        params=_whole(line, "params"),
-        train_loss=_number(line, "train_loss"),
-        train_accuracy=_number(line, "train_accuracy"),
-        validation_accuracy=_number(validation, "accuracy"),
+        params=whole(line, "params"),
+        train_loss=number(line, "train_loss"),
+        train_accuracy=number(line, "train_accuracy"),
+        validation_accuracy=number(validation, "accuracy"),
+        validation_log_likelihood=number(validation, "log_likelihood"),
+        validation_mean_log_likelihood=number(validation, "mean_log_likelihood"),
         ranks={name: _inner(ranks) for name, ranks in (line.get("ranks") or {}).items()},
         lambdas={
             name: [[float(value) for value in bond] for bond in bonds]
             for name, bonds in (line.get("lambdas") or {}).items()
         },
+        diagnostics=read_diagnostics(line.get("diagnostics"), validation),
     )
 
 
@@ -120,16 +114,7 @@ def _scores(result: Json | None, history: tuple[Epoch, ...], path: Path) -> Scor
     if result is None:
         return Scores(params=history[-1].params)
     try:
-        scores = Scores(
-            dense_params=_whole(result, "dense_params"),
-            params=_whole(result, "params"),
-            accuracy=_number(result, "accuracy"),
-            log_likelihood=_number(result, "log_likelihood"),
-            ece=_number(result, "ece"),
-            brier=_number(result, "brier"),
-            seconds=_number(result, "seconds"),
-            peak_memory_bytes=_whole(result, "peak_memory_bytes"),
-        )
+        scores = read_scores(result)
     except (TypeError, ValueError) as error:
         raise ReportError(f"{path}: {error}.") from error
     if scores.params is None:
@@ -151,11 +136,11 @@ def _layers(result: Json | None, history: tuple[Epoch, ...], model: Json, path: 
             count, about = counts.get(name, {}), described.get(name, {})
             ranks = _inner(all_ranks[name]) if name in all_ranks else ()
             maximum = _inner(all_max[name]) if len(all_max.get(name, ())) == len(ranks) + 2 else ranks
-            dense = _whole(count, "dense")
+            dense = whole(count, "dense")
             sizes, modes = _core_sizes(about, dense) if len(ranks) else ((), "")
             fitting = sizes if len(sizes) == len(ranks) + 1 else ()
             layers.append(
-                Layer(name, ranks, maximum, dense, _whole(count, "start"), _whole(count, "now"), fitting, modes)
+                Layer(name, ranks, maximum, dense, whole(count, "start"), whole(count, "now"), fitting, modes)
             )
         return tuple(layers)
     except (TypeError, ValueError, AttributeError) as error:
@@ -177,7 +162,7 @@ def _core_sizes(about: Json, dense: int | None) -> tuple[tuple[int, ...], str]:
 
 
 def _spectra(path: Path) -> Spectra | None:
-    content = _json(path)
+    content = read_json(path)
     if content is None:
         return None
     try:
@@ -195,25 +180,6 @@ def _spectra(path: Path) -> Spectra | None:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
             f"{path} is malformed ({error!r}). Delete it to leave the spectra out of the report."
-        ) from error
-
-
-def _evaluation(path: Path) -> Evaluation | None:
-    if not path.is_file():
-        return None
-    try:
-        tensors = load_file(path)
-        probabilities, labels = tensors["probabilities"].astype(np.float64), tensors["labels"].astype(np.int64)
-        if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1] or not len(labels):
-            raise ValueError(f"probabilities {probabilities.shape} and labels {labels.shape} do not fit each other")
-        hardest = tensors.get("hardest", np.zeros(0)).astype(np.int64)
-        images = tensors.get("hardest_images", np.zeros((0, 1, 1, 1))).astype(np.uint8)
-        if images.ndim != 4 or len(images) != len(hardest) or (len(hardest) and hardest.max() >= len(labels)):
-            raise ValueError(f"{len(hardest)} hardest indices and images of shape {images.shape} do not fit")
-        return Evaluation(probabilities, labels, hardest, images)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ReportError(
-            f"{path} is damaged or malformed ({error}). Delete it to leave the test images out of the report."
         ) from error
 
 
@@ -236,20 +202,6 @@ def _total_epochs(config: Json) -> int | None:
 def _inner(ranks: Any) -> tuple[int, ...]:
     """(1, R_1, .., R_d-1, 1) without the two ones at the ends."""
     return tuple(int(rank) for rank in ranks)[1:-1]
-
-
-def _number(record: Json, key: str) -> float | None:
-    value = record.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key!r} must be a number, not {value!r}")
-    return float(value) if math.isfinite(value) else None
-
-
-def _whole(record: Json, key: str) -> int | None:
-    value = _number(record, key)
-    return None if value is None else int(value)
 
 
 def _plain(value: Any) -> str:

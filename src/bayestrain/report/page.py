@@ -7,6 +7,8 @@ from bayestrain.report import words
 from bayestrain.report.figures import FEW_LAYERS
 from bayestrain.report.figures.certainty import rejection_plot, reliability_plot
 from bayestrain.report.figures.layers import parameter_plots, rank_plots
+from bayestrain.report.figures.own_ranks import own_rank_plot
+from bayestrain.report.figures.particles import diagnostic_plots, gain_plot, score_plot
 from bayestrain.report.figures.spectra import spectrum_plots, tolerance_plots
 from bayestrain.report.figures.training import (
     accuracy_plot,
@@ -15,9 +17,12 @@ from bayestrain.report.figures.training import (
     size_plot,
     trade_plot,
 )
+from bayestrain.report.figures.uncertainty import uncertainty_plots
+from bayestrain.report.findings import certainty_findings, particle_findings
+from bayestrain.report.headline import headline
 from bayestrain.report.html import render
 from bayestrain.report.paper import PAPER
-from bayestrain.report.pictures import hardest_pictures
+from bayestrain.report.pictures import doubts, hardest_pictures, strangers
 from bayestrain.report.run import Run
 from bayestrain.report.svg import Plot
 
@@ -32,28 +37,20 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Card:
-    """One headline figure; `verdict` says how it stands to the paper's."""
-
-    label: str
-    value: str
-    paper: str = ""
-    verdict: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Section:
-    """A heading, a sentence and plots, in grids of plots that are about equally tall."""
+    """A heading, a sentence, what was found, and plots in grids of plots that are about equally tall."""
 
     name: str
     title: str
     text: str
     grids: list[list[Plot]]
+    findings: tuple[str, ...] = ()
 
 
 def run_page(run: Run) -> str:
     """The HTML page of one run."""
+    doubtful = doubts(run)
+    beside = {doubt.picture.index for doubt in doubtful}
     context: dict[str, Any] = {
         "title": f"{run.experiment} · BayesTrain report",
         "run": run,
@@ -62,9 +59,13 @@ def run_page(run: Run) -> str:
         "notices": _notices(run),
         "headline": headline(run),
         "sections": _sections(run),
-        "pictures": hardest_pictures(run),
+        "doubts": doubtful,
+        "pictures": [picture for picture in hardest_pictures(run) if picture.index not in beside],
+        "strangers": strangers(run),
         "count": words.count,
         "ratio": words.ratio,
+        "percent": words.percent,
+        "signed": words.signed,
     }
     return render("run.html.j2", context)
 
@@ -78,6 +79,7 @@ def _sections(run: Run) -> list[Section]:
         way, cut = [curves, paths + lambdas], [spectra[:1] + tolerances[:1], tolerances[1:] + spectra[1:]]
     else:
         way, cut = [curves, paths, lambdas], [spectra, tolerances]
+    mean = " Shown are the particles’ means." if run.posterior else ""
     sections = [
         Section(
             "left",
@@ -90,79 +92,74 @@ def _sections(run: Run) -> list[Section]:
         Section(
             "way",
             "How it got there",
-            "A rank disappears when its λ falls: the slices of both cores it joins shrink to nothing together.",
+            "A rank disappears when its λ falls: the slices of both cores it joins shrink to nothing together." + mean,
             way,
         ),
         Section(
             "cut",
             "Where the cut fell",
             "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not "
-            "the tolerance.",
+            "the tolerance." + mean,
             cut,
         ),
+        _certainty(run),
         Section(
-            "certainty",
-            "How sure it is",
-            "Probabilities on the test set, which training and validation never saw.",
-            [reliability_plot(run) + rejection_plot(run)],
+            "particles",
+            "The particles",
+            "Each particle is a network of its own; all have the same ranks. A posterior is worth its cost when they "
+            "differ, and when they are better together than alone.",
+            [score_plot(run) + own_rank_plot(run), gain_plot(run) + diagnostic_plots(run)],
+            tuple(particle_findings(run)),
         ),
     ]
     filled = [replace(section, grids=[grid for grid in section.grids if grid]) for section in sections]
-    return [section for section in filled if section.grids]
+    return [section for section in filled if section.grids or section.findings]
 
 
-def headline(run: Run) -> list[Card]:
-    """The six figures at the top, against the paper's where there are any."""
-    scores, paper = run.scores, PAPER.get(run.experiment)
-
-    def verdict(ours: float | None, theirs: float, smaller_is_better: bool = False) -> str:
-        if ours is None or ours == theirs:
-            return ""
-        return "better" if (ours < theirs) == smaller_is_better else "worse"
-
-    cards = [
-        Card("Parameters", words.count(scores.params), note=f"of {words.count(scores.dense_params)}"),
-        Card("Compression", words.ratio(scores.ratio), note="smaller than the dense network"),
-        Card("Test accuracy", words.percent(scores.accuracy)),
-        Card("Log likelihood", words.signed(scores.log_likelihood), note="mean per test image"),
-        Card("Calibration error", words.percent(scores.ece), note="expected (ECE), 0 is perfect"),
-        Card("Time", words.duration(scores.seconds), note=f"peak memory {words.size(scores.peak_memory_bytes)}"),
-    ]
-    if scores.ratio is None:
-        cards[1] = Card("Compression", "–")
-    if paper:
-        cards[:4] = [
-            Card("Parameters", cards[0].value, words.count(paper.params), verdict(scores.params, paper.params, True)),
-            Card("Compression", cards[1].value, words.ratio(paper.ratio), verdict(scores.ratio, paper.ratio)),
-            Card("Test accuracy", cards[2].value, words.percent(paper.accuracy, 1),
-                 verdict(scores.accuracy, paper.accuracy)),
-            Card("Log likelihood", cards[3].value, words.signed(paper.log_likelihood),
-                 verdict(scores.log_likelihood, paper.log_likelihood)),
-        ]  # fmt: skip
-    return cards
+def _certainty(run: Run) -> Section:
+    plots = reliability_plot(run) + rejection_plot(run)
+    if run.posterior is None:
+        text = "Probabilities on the test set, which training and validation never saw."
+        return Section(
+            "certainty", "How sure it is", text, [uncertainty_plots(run) + plots], tuple(certainty_findings(run))
+        )
+    text = (
+        "On the test set, which training and validation never saw. Doubt has two sources: the image itself, which "
+        "every particle finds unclear (aleatoric), and the particles’ disagreement (epistemic)."
+    )
+    grids = [uncertainty_plots(run), plots]
+    return Section("certainty", "How sure it is, and why", text, grids, tuple(certainty_findings(run)))
 
 
 def _lead(run: Run) -> str:
-    scores = run.scores
+    scores, posterior = run.scores, run.posterior
+    who = f"A posterior of {posterior.particles} particles by {words.method(posterior.method)}. " if posterior else ""
     if not run.finished or scores.accuracy is None:
         last = run.history[-1].epoch if run.history else 0
         planned = f" of {run.total_epochs}" if run.total_epochs else ""
-        return f"Up to epoch {last}{planned} the network has shrunk to {words.count(scores.params)} parameters."
+        what = "each particle" if posterior else "the network"
+        return f"{who}Up to epoch {last}{planned} {what} has shrunk to {words.count(scores.params)} parameters."
+    what = "Each particle" if posterior else "The network"
     if scores.ratio is None:
-        kept = f"The network has {words.count(scores.params)} parameters"
+        kept = f"{what} has {words.count(scores.params)} parameters"
     else:
-        kept = f"The network kept {words.count(scores.params)} of {words.count(scores.dense_params)} parameters"
+        kept = f"{what} kept {words.count(scores.params)} of {words.count(scores.dense_params)} parameters"
         kept += f" ({words.ratio(scores.ratio)} smaller)"
-    return f"{kept} and classifies {words.percent(scores.accuracy)} of the test images right."
+    answer = "; together they classify" if posterior else " and classifies"
+    return f"{who}{kept}{answer} {words.percent(scores.accuracy)} of the test images right."
 
 
 def _chips(run: Run) -> list[tuple[str, str]]:
     environment = run.environment
     gpu = environment.get("gpu", "")
     machine = gpu if gpu not in ("", "null") else environment.get("cpu", "")
+    posterior = run.posterior
     chips = [
         ("preset", run.preset),
         ("kind", run.kind),
+        ("particles", str(posterior.particles) if posterior else ""),
+        ("method", words.method(posterior.method) if posterior else ""),
+        ("start", posterior.start if posterior else ""),
         ("seed", "" if run.seed is None else str(run.seed)),
         ("on", machine),
         ("started", environment.get("started", "")[:16].replace("T", " ")),
@@ -172,13 +169,15 @@ def _chips(run: Run) -> list[tuple[str, str]]:
 
 
 def _notices(run: Run) -> list[str]:
-    notices = []
+    notices = list(run.warnings)
     if not run.finished:
         notices.append(
             f"This run has not finished, so there is no test result yet. "
             f"Go on with: bayestrain train --resume --out {run.folder}"
         )
     lacking = [f"{what} (no {name})" for name, what in LEFT_OUT.items() if name in run.missing]
+    if run.posterior and run.evaluation and run.evaluation.uncertainty is None:
+        lacking.append("the kinds of uncertainty (no total, aleatoric and epistemic in evaluation.safetensors)")
     if run.finished and lacking:
         notices.append("Left out: " + ", ".join(lacking) + ".")
     return notices

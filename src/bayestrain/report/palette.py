@@ -1,8 +1,9 @@
 """The report's colours, in one place: figures draw with the light ones, the page swaps in the dark ones.
 
 Each meaning has one colour everywhere: `kept` is what the network kept, `cut` what was dropped or was there before,
-`paper` the published result, `series` bonds or runs in order. All differ from the card behind them by a contrast of
-at least 3:1, text by 4.5:1 (tested).
+`paper` the published result, `map` a single network beside a posterior, `ood` images of another data set, `warn` what
+is wrong, `series` bonds or runs in order. All differ from the card behind them by a contrast of at least 3:1, text by
+4.5:1 (tested).
 """
 
 LIGHT = {
@@ -15,6 +16,8 @@ LIGHT = {
     "kept": "#1f5fd0",
     "paper": "#b85a00",
     "warn": "#b3261e",
+    "map": "#0b7d73",
+    "ood": "#8445c2",
     "c1": "#1f5fd1",
     "c2": "#0c857a",
     "c3": "#8a48c8",
@@ -33,6 +36,8 @@ DARK = {
     "kept": "#6ea8ff",
     "paper": "#ffa24d",
     "warn": "#ff8a80",
+    "map": "#4ad3c3",
+    "ood": "#bd97fd",
     "c1": "#6ea8fe",
     "c2": "#45cfbf",
     "c3": "#c09bff",

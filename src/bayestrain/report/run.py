@@ -8,6 +8,18 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
+class Diagnostics:
+    """How the particles stand to each other; None where the method has no such figure."""
+
+    bandwidth: float | None = None
+    kernel_mass: float | None = None
+    spread: float | None = None
+    effective_particles: float | None = None
+    disagreement: float | None = None
+    ksd: float | None = None
+
+
+@dataclass(frozen=True)
 class Epoch:
     """One line of ``history.jsonl``. `ranks` are the inner ones, one per bond."""
 
@@ -19,6 +31,9 @@ class Epoch:
     validation_accuracy: float | None
     ranks: dict[str, tuple[int, ...]]
     lambdas: dict[str, list[list[float]]]
+    validation_log_likelihood: float | None = None
+    validation_mean_log_likelihood: float | None = None
+    diagnostics: Diagnostics | None = None
 
 
 @dataclass(frozen=True)
@@ -62,13 +77,47 @@ class Spectra:
 
 
 @dataclass(frozen=True)
+class Uncertainty:
+    """Per image, in nats: the entropy of the mean answer, the part each particle has, the part they disagree on."""
+
+    total: NDArray[np.float64]
+    aleatoric: NDArray[np.float64]
+    epistemic: NDArray[np.float64]
+
+
+def no_images() -> NDArray[np.uint8]:
+    """No image at all."""
+    return np.zeros((0, 1, 1, 1), np.uint8)
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """Predictions on the test set, and its most uncertain images."""
+    """Predictions on the test set, and its most uncertain images.
+
+    Only several particles have an `uncertainty`, and `particles`: their probabilities (particles, images, classes) of
+    the hardest images. `ood` is the uncertainty on images of another data set.
+    """
 
     probabilities: NDArray[np.float64]
     labels: NDArray[np.int64]
     hardest: NDArray[np.int64]
     images: NDArray[np.uint8]
+    particles: NDArray[np.float64] | None = None
+    uncertainty: Uncertainty | None = None
+    ood: Uncertainty | None = None
+    ood_images: NDArray[np.uint8] = field(default_factory=no_images)
+    ood_images_total: NDArray[np.float64] | None = None
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Which images are classified right."""
+        return np.asarray(self.probabilities.argmax(1) == self.labels)
+
+    @property
+    def entropy(self) -> NDArray[np.float64]:
+        """Entropy of each answer in nats: the total uncertainty."""
+        p = self.probabilities
+        return np.asarray(-(p * np.log(np.maximum(p, 1e-12))).sum(1))
 
 
 @dataclass(frozen=True)
@@ -91,6 +140,40 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Ood:
+    """How well uncertainty tells images of another data set from the test images."""
+
+    name: str
+    auroc: float | None
+    auroc_epistemic: float | None
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Several particles. `own_ranks` has, per layer and inner bond, the rank that each would need alone."""
+
+    method: str
+    particles: int
+    start: str = ""
+    mean_log_likelihood: float | None = None
+    accuracies: tuple[float | None, ...] = ()
+    log_likelihoods: tuple[float | None, ...] = ()
+    own_ranks: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    within_one: tuple[int, int] | None = None
+    """On how many bonds, of how many, the particles' own ranks lie within one of each other."""
+    diagnostics: Diagnostics | None = None
+
+
+@dataclass(frozen=True)
+class MapRun:
+    """The same network trained to a single point, for comparison."""
+
+    scores: Scores
+    ood_auroc: float | None = None
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """A run folder, read."""
 
@@ -106,6 +189,10 @@ class Run:
     history: tuple[Epoch, ...]
     spectra: Spectra | None
     evaluation: Evaluation | None
+    posterior: Posterior | None
+    map: MapRun | None
+    ood: Ood | None
+    warnings: tuple[str, ...]
     classes: tuple[str, ...]
     config_text: str
     environment: dict[str, str]

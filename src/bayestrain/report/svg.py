@@ -70,10 +70,12 @@ class Plot:
 
 
 @contextmanager
-def drawing(height: float, rows: int = 1, **options: object) -> Iterator[tuple[Figure, list[Axes]]]:
+def drawing(
+    height: float, rows: int = 1, width: float = WIDTH, **options: object
+) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style with `rows` axes above each other, drawn and turned to SVG inside the block."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, 1, squeeze=False, **options)  # type: ignore[call-overload]
         yield figure, list(axes[:, 0])
 

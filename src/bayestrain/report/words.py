@@ -75,3 +75,15 @@ def short_name(name: str, most: int = 20) -> str:
 def plural(number: int, noun: str) -> str:
     """2, "layer" -> "2 layers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def method(name: str) -> str:
+    """Name of a way to a posterior: "svgd" -> "SVGD"."""
+    return {"svgd": "SVGD", "sgld": "SGLD", "ensemble": "deep ensemble"}.get(name, name)
+
+
+def area(value: float | None) -> str:
+    """Area under a curve: 0.98251 -> "0.983"; what is all but 1 keeps the digits that say so."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if value < 0.9985 or value == 1 else f"{value:.5f}"

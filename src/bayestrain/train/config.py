@@ -21,6 +21,11 @@ INPUTS = {"mnist_mlp": (1, 28, 28), "cifar10_cnn": (3, 32, 32), "resnet110": (3,
 IMAGES = {"mnist-mini": (1, 28, 28), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 """The data sets of `bayestrain.data`, and their images."""
 
+STARTS = ("independent", "jitter")
+
+OUTSIDE = ("none", "patches", *IMAGES)
+"""Images from outside of the training data: none, the test images with their patches shuffled, or a data set."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
@@ -119,6 +124,24 @@ class FitConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PosteriorConfig(Section):
+    """Particles instead of a point, for predictions that say how sure they are."""
+
+    title: ClassVar[str] = "posterior"
+
+    particles: int = setting("networks that make up the posterior, 2 or more; 0: a single point (MAP)", 0, at_least=0)
+    method: str = setting("how they move", "svgd", choices=("svgd", "ensemble", "sgld"))
+    start: str = setting("where they start: apart, or around a MAP point", "independent", choices=STARTS)
+    kernel: str = setting("SVGD's kernel", "rbf", choices=("rbf", "imq"))
+    temperature: float = setting("1 samples the posterior, less a sharper one; sgld only", 1.0, at_least=0)
+    jitter: float = setting("distance from the MAP point, relative to each tensor's size; jitter only", 1e-2, above=0)
+    jitter_epochs: int = setting("epochs around the MAP point; jitter only", 12, at_least=1)
+    chunk: int = setting("particles that go through the network at once; 0: by the memory there is", 0, at_least=0)
+    compare_map: bool = setting("train the MAP point with the same settings too, to compare with", True)
+    outside: str = setting("images unlike the training data, to test the uncertainty on", "none", choices=OUTSIDE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All that decides a run's outcome. Complete, comparable, hashable."""
 
@@ -127,6 +150,7 @@ class RunConfig:
     tensorize: TensorizeSettings
     prior: PriorConfig
     fit: FitConfig
+    posterior: PosteriorConfig
 
     def __post_init__(self) -> None:
         takes, gets = INPUTS[self.experiment.model], IMAGES[self.data.name]
@@ -140,6 +164,16 @@ class RunConfig:
             raise ConfigError('fit.schedule "step" needs fit.milestones, for example [0.5, 0.75].')
         if any(a >= b for a, b in zip(self.fit.milestones, self.fit.milestones[1:], strict=False)):
             raise ConfigError(f"fit.milestones must rise, got {shown(self.fit.milestones)}.")
+        if self.posterior.particles == 1:
+            raise ConfigError(
+                "posterior.particles is 1, but a posterior needs at least 2 particles. Use 0 for a single point (MAP)."
+            )
+        outside = self.posterior.outside
+        if outside in IMAGES and IMAGES[outside] != takes:
+            raise ConfigError(
+                f"posterior.outside {shown(outside)} has {_times(IMAGES[outside])} images, but the network takes "
+                f'{_times(takes)}. Use "patches", which are made from the test images, or "none".'
+            )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, as TOML or JSON hold them."""
@@ -170,7 +204,8 @@ class RunConfig:
 
 
 SECTIONS: dict[str, type[Section]] = {
-    section.title: section for section in (ExperimentConfig, DataConfig, TensorizeSettings, PriorConfig, FitConfig)
+    section.title: section
+    for section in (ExperimentConfig, DataConfig, TensorizeSettings, PriorConfig, FitConfig, PosteriorConfig)
 }
 
 

@@ -17,19 +17,22 @@ from bayestrain.convert import TensorizeConfig, tensorize_
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
-from bayestrain.saved import save_model
+from bayestrain.posterior import around, independent
+from bayestrain.saved import load_model
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
-from bayestrain.train.config import DataConfig, RunConfig, TensorizeSettings, differences
+from bayestrain.train.config import DataConfig, FitConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
-from bayestrain.train.loop import FitResult, fit
-from bayestrain.train.metrics import classification_metrics, evaluator, probabilities
-from bayestrain.train.progress import Progress
+from bayestrain.train.loop import fit, fit_posterior
+from bayestrain.train.metrics import evaluator, measured, predict
+from bayestrain.train.outcome import Outcome, posterior_summary, write_outcome
+from bayestrain.train.outside import outside_images
+from bayestrain.train.progress import Progress, Unfinished
 from bayestrain.train.tensorboard import summary_writer
 
-HARDEST = 24
-"""How many of the most uncertain test images a run keeps."""
+MAP = "map"
+"""Sub-folder of a posterior's run: the MAP point to start around or to compare with, a whole run of its own."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +47,81 @@ def run_experiment(
     config: RunConfig, out: Path, *, device: str, resume: bool, progress: Progress, command: str
 ) -> Result:
     """Train as `config` says and fill the folder `out`."""
-    place = torch.device(device)
     prepare_folder(config, out, resume)
+    if config.posterior.particles and (config.posterior.compare_map or config.posterior.start == "jitter"):
+        _run_map(config, out / MAP, device, progress, command)
+    begun = (out / LAST).exists()  # a run that was stopped while its MAP point trained has nothing of its own yet
+    return _run(config, out, device, resume and begun, progress, command, outside=config.posterior.particles > 0)
+
+
+def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, command: str) -> None:
+    """The MAP point of the same settings, unless it is there."""
+    if (out / "result.json").exists():
+        return
+    progress.message("first the MAP point of the same settings, to compare with")
+    point = config.replace("posterior", particles=0)
+    resume = (out / LAST).exists()
+    prepare_folder(point, out, resume)
+    _run(point, out, device, resume, Unfinished(progress), command, outside=True)
+    progress.message(f"now the posterior of {config.posterior.particles} particles")
+
+
+def _run(
+    config: RunConfig, out: Path, device: str, resume: bool, progress: Progress, command: str, *, outside: bool
+) -> Result:
+    place = torch.device(device)
     splits = data.load(config.data.name, config.data.folder or None)
+    if not config.data.normalize:
+        splits = dataclasses.replace(splits, mean=(0.0,) * len(splits.mean), std=(1.0,) * len(splits.std))
     train, validation = splits.train, None
     if config.data.validation_fraction:
         train, validation = splits.train.split(config.data.validation_fraction, seed=config.experiment.seed)
+    strange = outside_images(config.posterior.outside, splits, config.experiment.seed) if outside else None
 
-    if not config.data.normalize:
-        splits = dataclasses.replace(splits, mean=(0.0,) * len(splits.mean), std=(1.0,) * len(splits.std))
+    def build() -> nn.Module:
+        model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
+        tensorize(model, config.tensorize)
+        return model
 
     torch.manual_seed(config.experiment.seed)
-    model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-    dense_params = count_parameters(model)
-    dense_layers = {name: _own_parameters(module) for name, module in model.named_modules() if _is_layer(module)}
+    dense = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
+    dense_layers = {name: _own_parameters(module) for name, module in dense.named_modules() if _is_layer(module)}
+    model = dense
+    dense_params = count_parameters(dense)
     tensorize(model, config.tensorize)
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
     environment = _environment(out, place, command, resume)
     write_json(out / "environment.json", environment)
-    total = config.fit.epochs + config.fit.finetune_epochs
-    progress.start(total, -(-len(train) // config.fit.batch_size), config, dense_params)
+    settings = fit_settings(config)
+    jittered = config.posterior.particles > 0 and config.posterior.start == "jitter"
+    total = settings.finetune_epochs + (0 if jittered else settings.epochs)
+    progress.start(total, -(-len(train) // settings.batch_size), config, dense_params)
     evaluate = None if validation is None else evaluator(validation.to(place), splits.normalize, place)
-    outcome = fit(
-        model, train, evaluate, config.fit, prior=config.prior, augment=augmentation(config.data, splits), device=place,
-        seed=config.experiment.seed, folder=out, resume=resume, progress=progress,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "prior": config.prior, "augment": augmentation(config.data, splits), "device": place,
+        "seed": config.experiment.seed, "folder": out, "resume": resume, "progress": progress,
+    }  # fmt: skip
+    network: Any = model
+    if config.posterior.particles:
+        starts = (
+            around(load_model(out / MAP), config.posterior.particles, config.posterior.jitter, config.experiment.seed)
+            if jittered
+            else independent(build, config.posterior.particles, config.experiment.seed)
+        )
+        network, fitted = fit_posterior(
+            starts, train, evaluate, settings, config.posterior, fixed_ranks=jittered, **options
+        )
+        model = network.template
+    else:
+        fitted = fit(model, train, evaluate, settings, **options)
 
-    probs = probabilities(model, splits.test.to(place), splits.normalize, place)
-    metrics = classification_metrics(probs, splits.test.labels)
+    prediction = predict(network, splits.test.to(place), splits.normalize, place)
+    beyond = None if strange is None else predict(network, strange.to(place), splits.normalize, place)
+    outcome = Outcome(splits, network, fitted, prediction, strange, beyond)
     now = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
+    metrics = measured(prediction, splits.test.labels)
     summary = {
         "experiment": config.experiment.name,
         "preset": config.experiment.preset,
@@ -86,12 +133,13 @@ def run_experiment(
         "ranks": {name: list(chain) for name, chain in ranks(model).items()},
         "max_ranks": {name: list(chain) for name, chain in max_ranks.items()},
         "layer_params": {
-            name: {"dense": dense, "start": start_layers.get(name, dense), "now": now.get(name, dense)}
-            for name, dense in dense_layers.items()
+            name: {"dense": dense_size, "start": start_layers.get(name, dense_size), "now": now.get(name, dense_size)}
+            for name, dense_size in dense_layers.items()
         },
-        **metrics,
-        "validation": None if evaluate is None else evaluate(model),
-        "seconds": outcome.seconds,
+        **{key: metrics[key] for key in ("accuracy", "log_likelihood", "ece", "brier")},
+        "posterior": posterior_summary(config, outcome, train, out / MAP, augmentation(config.data, splits)),
+        "validation": None if evaluate is None else evaluate(network),
+        "seconds": fitted.seconds,
         "peak_memory_bytes": peak_memory_bytes(place),
         "device": environment["gpu"] or "cpu",
         "command": environment["command"],
@@ -100,9 +148,16 @@ def run_experiment(
         "dirty": environment["dirty"],
         "status": "finished",
     }
-    _write_outcome(out, config, splits, model, outcome, probs, summary)
+    write_outcome(out, config, outcome, summary)
     progress.finish(summary)
     return Result(out, summary)
+
+
+def fit_settings(config: RunConfig) -> FitConfig:
+    """The settings of the loop; a posterior around a MAP point has no search, only epochs with given ranks."""
+    if config.posterior.particles and config.posterior.start == "jitter":
+        return dataclasses.replace(config.fit, finetune_epochs=config.posterior.jitter_epochs)
+    return config.fit
 
 
 def rehearse(config: RunConfig) -> None:
@@ -110,6 +165,8 @@ def rehearse(config: RunConfig) -> None:
     splits = data.load(config.data.name, config.data.folder or None)
     if config.data.validation_fraction:
         splits.train.split(config.data.validation_fraction, seed=config.experiment.seed)
+    if config.posterior.particles:
+        outside_images(config.posterior.outside, splits, config.experiment.seed)
     tensorize(models.BUILDERS[config.experiment.model](num_classes=len(splits.classes)), config.tensorize)
     if config.fit.tensorboard:
         summary_writer()
@@ -119,7 +176,7 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
     """Make the run folder, or check that the one there can be resumed with this very config."""
     file = out / "config.toml"
     if resume:
-        if not (out / LAST).exists():
+        if not (out / LAST).exists() and not (out / MAP / LAST).exists():
             raise TrainingError(f"There is nothing to resume in {out}: it has no {LAST}. Start without --resume.")
         changed = differences(toml.load(file), config)
         if changed:
@@ -163,36 +220,6 @@ def augmentation(config: DataConfig, splits: data.Splits) -> Any:
         return splits.normalize(images)
 
     return augment
-
-
-def _write_outcome(
-    out: Path, config: RunConfig, splits: data.Splits, model: nn.Module, outcome: FitResult, probs: Tensor,
-    summary: dict[str, Any],
-) -> None:  # fmt: skip
-    from safetensors.torch import save
-
-    about = {
-        "model": config.experiment.model,
-        "experiment": config.experiment.name,
-        "data": splits.name,
-        "classes": list(splits.classes),
-        "input_shape": list(splits.test.images.shape[1:]),
-        "mean": list(splits.mean),
-        "std": list(splits.std),
-        "dense_params": summary["dense_params"],
-    }
-    save_model(model.cpu(), out, about)
-    entropy = -(probs * probs.clamp_min(1e-300).log()).sum(1)
-    hardest = entropy.argsort(descending=True)[:HARDEST]
-    tensors = {
-        "probabilities": probs.float(),
-        "labels": splits.test.labels,
-        "hardest": hardest,
-        "hardest_images": splits.test.images[hardest],
-    }
-    write_atomically(out / "evaluation.safetensors", save({name: t.contiguous() for name, t in tensors.items()}))
-    write_json(out / "spectra.json", outcome.spectra)
-    write_json(out / "result.json", summary)
 
 
 def _environment(out: Path, place: torch.device, command: str, resume: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fit`: MAP training with the rank prior, cutting ranks on the way, rounding and fine-tuning at the end.
+"""`fit` and `fit_posterior`: epochs, cutting ranks on the way, rounding and fine-tuning at the end, exact resuming.
 
 A user with a loop of their own needs none of this; see the README.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayestrain import tt
-from bayestrain.compact import compact_
 from bayestrain.data import Images
-from bayestrain.errors import Interrupted, TrainingError
-from bayestrain.prior import RankPrior
-from bayestrain.sizes import count_parameters, ranks, tt_layers
+from bayestrain.errors import Interrupted, ParticleWarning, TrainingError
+from bayestrain.infer import imq, rbf
+from bayestrain.posterior import Posterior
+from bayestrain.prior import NormalPrior, Prior
 from bayestrain.train.checkpoint import BEST, LAST, History, load_checkpoint, save_checkpoint
-from bayestrain.train.config import FitConfig, PriorConfig
+from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.particles import ParticleSubject
+from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
 from bayestrain.train.schedule import finetune_rate, learning_rate
+from bayestrain.train.subject import Subject, make_optimizer, make_prior
 from bayestrain.train.tensorboard import EpochLog
 
 LOOK_EVERY = 50
 """Steps between looks at the loss: a look waits for the device."""
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
-Evaluate = Callable[[nn.Module], dict[str, float]]
-Loss = Callable[[Tensor, Tensor], Tensor]
+Evaluate = Callable[[Any], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class FitResult:
     history: list[dict[str, Any]]
     spectra: dict[str, Any]
     seconds: float
+    own_ranks: dict[str, list[list[int]]]
+    """Of a posterior: per layer and bond, the rank that each particle alone would have been rounded to."""
 
 
 def fit(
@@ -73,40 +77,82 @@ def fit(
         resume: go on from the last checkpoint in `folder`. On a CPU the result is the same, bit for bit.
         progress: who watches.
     """
-    run = _Fit(model, train, evaluate, config, prior or PriorConfig(), augment, loss, torch.device(device), seed)
-    run.progress = progress or Silent()
-    run.folder = folder
+    place = torch.device(device)
+    subject = Point(model, config, prior or PriorConfig(), loss, len(train), place)
+    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, progress or Silent())
     if resume and folder is not None:
         run.restore(load_checkpoint(folder))
     return run.run()
 
 
+def fit_posterior(
+    models: Sequence[nn.Module],
+    train: Images,
+    evaluate: Evaluate | None,
+    config: FitConfig,
+    posterior: PosteriorConfig,
+    *,
+    prior: PriorConfig | None = None,
+    fixed_ranks: bool = False,
+    augment: Augment | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    folder: Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Posterior, FitResult]:
+    """Train a posterior of classifiers that start at `models`; the other arguments are as for `fit`.
+
+    With `fixed_ranks` there is no search: the particles only move, for ``config.finetune_epochs``. `evaluate` is called
+    with the `Posterior`.
+    """
+    place, settings = torch.device(device), prior or PriorConfig()
+    steps = math.ceil(len(train) / config.batch_size)
+
+    def one_prior(model: nn.Module) -> Prior:
+        if fixed_ranks:
+            return NormalPrior(model, len(train), variance=settings.other_variance, weight=settings.weight)
+        return make_prior(settings, model, len(train), steps)
+
+    options: dict[str, Any] = {"optimizer": lambda tensors: make_optimizer(config, tensors, config.lr)}
+    if posterior.method == "sgld":
+        options = {"lr": config.lr, "temperature": posterior.temperature, "memory": 0.99, "seed": seed}
+    elif posterior.method == "svgd":
+        options["kernel"] = imq if posterior.kernel == "imq" else rbf
+    particles = Posterior(
+        [model.to(place) for model in models], len(train), method=posterior.method, prior=one_prior,
+        chunk=posterior.chunk or None, clip=config.clip_norm or None, **options,
+    )  # fmt: skip
+    subject = ParticleSubject(particles, config, settings)
+    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, progress or Silent())
+    if resume and folder is not None:
+        run.restore(load_checkpoint(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ParticleWarning)  # the run tells of broken particles in its own way
+        return particles, run.run()
+
+
 class _Fit:
     """One training run: what it holds, how it starts, how it steps, how it is saved."""
 
-    progress: Progress
-    folder: Path | None
-
     def __init__(
-        self, model: nn.Module, train: Images, evaluate: Evaluate | None, config: FitConfig, prior: PriorConfig,
-        augment: Augment | None, loss: Loss, device: torch.device, seed: int,
+        self, subject: Subject, train: Images, evaluate: Evaluate | None, config: FitConfig, augment: Augment | None,
+        device: torch.device, seed: int, folder: Path | None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.model = model.to(device)
+        self.subject = subject
         self.train = train.to(device)
         self.evaluate = evaluate
         self.config = config
         self.augment = augment
-        self.loss = loss
         self.device = device
+        self.folder = folder
+        self.progress = progress
         self.order = torch.Generator().manual_seed(seed)
         self.noise = torch.Generator(device).manual_seed(seed + 1)
         self.steps_per_epoch = math.ceil(len(train) / config.batch_size)
-        self.prior: RankPrior | None = RankPrior(
-            model, len(train), a=prior.a, b=prior.b, weight=prior.weight, update=prior.update, floor=prior.floor,
-            warmup_steps=round(prior.warmup_epochs * self.steps_per_epoch), other_variance=prior.other_variance,
-            align_every=prior.align_every,
-        )  # fmt: skip
-        self.optimizer = self._new_optimizer(config.lr)
+        self.search_epochs = config.epochs if subject.searching else 0
+        self.total_epochs = self.search_epochs + config.finetune_epochs
+        self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
         self.best = -math.inf
@@ -114,17 +160,6 @@ class _Fit:
         self.spectra: dict[str, Any] = {}
         self.cut_earlier: dict[str, list[list[float]]] = {}
         """Per layer and bond, the singular values that the search has cut, relative to the largest of that moment."""
-
-    def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if self.config.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr, momentum=self.config.momentum, weight_decay=self.config.weight_decay)
-        kind = torch.optim.AdamW if self.config.optimizer == "adamw" else torch.optim.Adam
-        return kind(parameters, lr, weight_decay=self.config.weight_decay)
-
-    @property
-    def total_epochs(self) -> int:
-        return self.config.epochs + self.config.finetune_epochs
 
     def run(self) -> FitResult:
         """All epochs that are left, then the final rounding if it has not been."""
@@ -134,7 +169,7 @@ class _Fit:
             if not history.lines:
                 self._record(history, log, {"train_loss": None, "prior_loss": None, "train_accuracy": None})
             while self.epoch < self.total_epochs:
-                if self.epoch == self.config.epochs:
+                if self.epoch == self.search_epochs and self.subject.searching:
                     self._round()
                 started = time.perf_counter()
                 means = self._run_epoch(self.epoch + 1)
@@ -142,84 +177,63 @@ class _Fit:
                 self._compact_now_and_then()
                 self.seconds += time.perf_counter() - started
                 self._record(history, log, means)
-            if self.prior is not None:
+            if self.subject.searching:
                 self._round()
+            self.subject.finish(x for x, _ in self._batches(torch.Generator().manual_seed(0)))
         except KeyboardInterrupt:
             if self.folder is None or not (self.folder / LAST).exists():
                 raise
             raise Interrupted(str(self.folder), int(load_checkpoint(self.folder)["epoch"])) from None
         finally:
             log.close()
-        return FitResult(history.lines, self.spectra, self.seconds)
+        own_ranks = self.subject.own_ranks if isinstance(self.subject, ParticleSubject) else {}
+        return FitResult(history.lines, self.spectra, self.seconds, own_ranks)
+
+    def _batches(self, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        augment = None if self.augment is None else lambda x: self.augment(x, self.noise)  # type: ignore[misc]
+        return self.train.batches(
+            self.config.batch_size, shuffle=True, generator=order, device=self.device, augment=augment
+        )
 
     def _run_epoch(self, epoch: int) -> dict[str, Any]:
         """One pass over the training images; the mean losses and accuracy."""
-        self.model.train()
-        augment = None if self.augment is None else lambda x: self.augment(x, self.noise)  # type: ignore[misc]
-        batches = self.train.batches(
-            self.config.batch_size, shuffle=True, generator=self.order, device=self.device, augment=augment
-        )
         sums = torch.zeros(3, device=self.device)  # data loss, prior loss, right answers, each times the batch size
         seen = 0
-        for step, (x, y) in enumerate(batches, start=1):
+        for step, (x, y) in enumerate(self._batches(self.order), start=1):
             rate = self._set_rate(epoch - 1 + (step - 1) / self.steps_per_epoch)
-            sums += self._step(x, y)
+            sums += self.subject.step(x, y) * len(y)
             seen += len(y)
             if step % LOOK_EVERY == 0 or step == self.steps_per_epoch:
                 data, prior, right = (sums / seen).tolist()
                 if not math.isfinite(data + prior):
-                    raise self._diverged(epoch, step, data, prior, rate)
+                    what = "the prior" if math.isfinite(data) else "the data loss"
+                    raise self._diverged(epoch, step, f"{what} is {prior if math.isfinite(data) else data}", rate)
                 self.progress.step(epoch, step, data, right, rate)
         return {"train_loss": data, "prior_loss": prior, "train_accuracy": right}
 
-    def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One step of the optimiser, then of lambda."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            outputs = self.model(x)
-        data = self.loss(outputs.float(), y)
-        prior = self.prior.loss() if self.prior is not None else torch.zeros_like(data)
-        (data + prior).backward()
-        if self.config.clip_norm:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.prior is not None:
-            self.prior.step()
-        with torch.no_grad():
-            right = (outputs.argmax(1) == y).float().mean() if outputs.ndim == 2 else torch.zeros_like(data)
-            return torch.stack([data, prior, right]) * len(y)
-
     def _set_rate(self, epoch: float) -> float:
-        if epoch < self.config.epochs:
-            rate = learning_rate(self.config, epoch)
+        if epoch < self.search_epochs:
+            self.rate = learning_rate(self.config, epoch)
         else:
-            rate = finetune_rate(self.config, epoch - self.config.epochs)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+            self.rate = finetune_rate(self.config, epoch - self.search_epochs)
+        self.subject.set_rate(self.rate)
+        return self.rate
 
     def _compact_now_and_then(self) -> None:
         """Cut ranks during the search: training gets cheaper as they fall."""
         config, every = self.config, self.config.compact_every
-        if self.prior is None or not every or self.epoch < config.compact_from or self.epoch % every:
+        if not self.subject.searching or not every or self.epoch < config.compact_from or self.epoch % every:
             return
-        bonds = self._bond_spectra()
-        for row in compact_(self.model, config.compact_tol, "contribution", self.optimizer).layers:
+        bonds = self.subject.spectra()
+        for row in self.subject.cut(config.compact_tol).layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
                 known[:0] = [value / max(values[0], 1e-300) for value in values[rank:]]
 
-    def _bond_spectra(self) -> dict[str, list[list[float]]]:
-        return {
-            name: [s.tolist() for s in tt.bond_spectra([core.detach().double() for core in layer.cores])]
-            for name, layer in tt_layers(self.model).items()
-        }
-
     def _round(self) -> None:
-        """End of the search: the smallest ranks for the tolerance, no prior from here on, a fresh optimiser."""
-        assert self.prior is not None
-        bonds = self._bond_spectra()
-        report = compact_(self.model, self.config.round_tol)
+        """End of the search: the smallest ranks for the tolerance."""
+        bonds = self.subject.spectra()
+        report = self.subject.round(self.config.round_tol)
         self.spectra = {
             "tol": self.config.round_tol,
             "layers": {
@@ -233,33 +247,23 @@ class _Fit:
         }
         for note in report.notes:
             self.progress.message(note)
-        self._end_search()
-
-    def _end_search(self) -> None:
-        assert self.prior is not None
-        self.prior.remove_()
-        self.prior = None
-        self.optimizer = self._new_optimizer(self.config.finetune_lr)
 
     def _record(self, history: History, log: EpochLog, means: dict[str, Any]) -> None:
         """Write the epoch down, then the checkpoint that stands for it; never one that is broken."""
-        if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
-            raise self._diverged(
-                self.epoch, self.steps_per_epoch, math.nan, math.nan, self.optimizer.param_groups[0]["lr"]
-            )
-        validation = self.evaluate(self.model) if self.evaluate is not None else None
-        lambdas = self.prior.lambdas() if self.prior is not None else {}
+        try:
+            for message in self.subject.mend():
+                self.progress.message(message)
+        except TrainingError as error:
+            raise self._diverged(self.epoch, self.steps_per_epoch, f"{error} is not finite", self.rate) from None
+        validation = self.evaluate(self.subject.evaluated()) if self.evaluate is not None else None
         line = {
             "epoch": self.epoch,
-            "phase": "search" if self.prior is not None else "finetune",
+            "phase": "search" if self.subject.searching else "finetune",
             "seconds": round(self.seconds, 3),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "prior_weight": self.prior.current_weight if self.prior is not None else 0.0,
+            "lr": self.rate,
             **means,
             "validation": validation,
-            "params": count_parameters(self.model),
-            "ranks": {name: list(chain) for name, chain in ranks(self.model).items()},
-            "lambdas": {name: [u.tolist() for u in bonds] for name, bonds in lambdas.items()},
+            **self.subject.describe(),
         }
         history.append(line)
         log.write(line)
@@ -270,24 +274,22 @@ class _Fit:
             self.best = max(self.best, score)
             if better:
                 save_checkpoint(self.folder, self.state(), BEST)
-            if self.epoch % self.config.checkpoint_every == 0 or self.epoch in (self.config.epochs, self.total_epochs):
+            if self.epoch % self.config.checkpoint_every == 0 or self.epoch in (self.search_epochs, self.total_epochs):
                 save_checkpoint(self.folder, self.state())
         self.progress.epoch(line)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         return {
-            "format": 1,
+            "format": 2,
             "epoch": self.epoch,
-            "searching": self.prior is not None,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "prior": self.prior.state_dict() if self.prior is not None else None,
+            "subject": self.subject.state(),
             "order": self.order.get_state(),
             "noise": self.noise.get_state(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
             "seconds": self.seconds,
+            "rate": self.rate,
             "best": self.best,
             "spectra": self.spectra,
             "cut_earlier": self.cut_earlier,
@@ -296,31 +298,19 @@ class _Fit:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to the moment `state` was made."""
         self.resumed = True
-        if not state["searching"]:
-            self._end_search()
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.prior is not None:
-            self.prior.load_state_dict(state["prior"])
+        self.subject.restore(state["subject"])
         self.order.set_state(state["order"])
         self.noise.set_state(state["noise"])
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.epoch, self.seconds, self.best = state["epoch"], state["seconds"], state["best"]
+        self.epoch, self.seconds, self.best, self.rate = state["epoch"], state["seconds"], state["best"], state["rate"]
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 
-    def _diverged(self, epoch: int, step: int, data: float, prior: float, rate: float) -> TrainingError:
-        what = "the prior" if math.isfinite(data) else "the data loss or a weight"
-        largest = max(tt_layers(self.model).items(), key=lambda item: _size(item[1]), default=("", None))
+    def _diverged(self, epoch: int, step: int, what: str, rate: float) -> TrainingError:
         where = f" The last good checkpoint is in {self.folder}." if self.folder is not None else ""
         return TrainingError(
-            f"The loss is not finite at epoch {epoch}, step {step}: {what} is {prior if math.isfinite(data) else data} "
-            f"at learning rate {rate:.3g}; the layer with the largest or broken cores is {largest[0]!r}.{where} "
+            f"The loss is not finite at epoch {epoch}, step {step}: {what} at learning rate {rate:.3g}; the layer with "
+            f"the largest or broken cores is {self.subject.largest_layer()!r}.{where} "
             "Try a smaller fit.lr, fit.clip_norm=1, or a longer prior.warmup_epochs."
         )
-
-
-def _size(layer: nn.Module) -> float:
-    size = max(float(p.detach().abs().max()) for p in layer.parameters())
-    return size if math.isfinite(size) else math.inf

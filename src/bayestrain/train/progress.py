@@ -44,3 +44,15 @@ class Silent:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         pass
+
+
+class Unfinished:
+    """Hands everything on but the end: for a run that is only a part of another."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.start, self.step, self.epoch, self.message = (
+            progress.start, progress.step, progress.epoch, progress.message,
+        )  # fmt: skip
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        pass

@@ -1,0 +1,157 @@
+"""Compact all particles together: the same ranks for each, the optimiser's state along with them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from bayestrain import shrinkage, tt
+from bayestrain.compact import DEFAULT_TOL, RULES, CompactedLayer, CompactReport
+from bayestrain.errors import ConfigError
+from bayestrain.layers import TTLayer
+from bayestrain.posterior.model import ParticleModel
+from bayestrain.posterior.ranks import SharedCut, by_contribution, by_lambda, by_rounding, own_ranks, take
+from bayestrain.sizes import tt_layers
+
+
+@torch.no_grad()
+def compact_particles(
+    model: ParticleModel, tol: float | None, rule: str, optimizer: torch.optim.Optimizer | None
+) -> CompactReport:
+    """Cut the ranks that the particles, on the whole, do not need; see `Posterior.compact_`."""
+    if rule not in RULES:
+        raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
+    tol = DEFAULT_TOL if tol is None else tol
+    if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
+        raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
+    layers = tt_layers(model.template)
+    if not layers:
+        raise ConfigError("The network has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
+    cuts = {name: _cut(model, name, layer, rule, tol) for name, layer in layers.items()}  # all, before any change
+    before = model.parameters_each
+    rows = []
+    for name, layer in layers.items():
+        ranks_before, size_before = layer.ranks, layer.parameters_left
+        cut = cuts[name]
+        if cut is not None:
+            _apply(model, name, layer, cut, optimizer)
+        layer.compacted = (rule, tol, _fingerprint(model, name, layer, rule))
+        error = 0.0 if cut is None else cut.error
+        rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
+    return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, ())
+
+
+def rank_spread(model: ParticleModel, tol: float) -> dict[str, list[list[int]]]:
+    """Per layer and bond, the rank that each particle alone would be rounded to."""
+    return {
+        name: own_ranks(stacked_cores(model, name, layer), _inner_tol(model, name, layer, tol))
+        for name, layer in tt_layers(model.template).items()
+    }
+
+
+def stacked_cores(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
+    """The cores of one layer, with the particles in front; frozen ones are the same for all."""
+    return [
+        model.particles.get(_key(name, f"cores.{k}"), core.expand(len(model), *core.shape))
+        for k, core in enumerate(layer.cores)
+    ]
+
+
+def _key(name: str, rest: str) -> str:
+    return ".".join(part for part in ("model", name, rest) if part)
+
+
+def _log_lambdas(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
+    if layer.rank_state is None:
+        return []
+    return [model.carried[_key(name, f"rank_state.log_lambda_{bond}")] for bond in range(1, len(layer.cores))]
+
+
+def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float) -> SharedCut | None:
+    """What one layer would be cut to; None if nothing would change."""
+    cores = stacked_cores(model, name, layer)
+    for i in range(len(model)):
+        if not all(bool(core[i].isfinite().all()) for core in cores):
+            raise ConfigError(
+                f"Particle {i} has NaN or infinite weights in layer {name!r}: particles cannot be compacted together "
+                "with it. Drop it with posterior.drop_([..]), or go back to an earlier state."
+            )
+    if layer.compacted == (rule, tol, _fingerprint(model, name, layer, rule)):
+        return None
+    if rule == "lambda":
+        log_lambdas = _log_lambdas(model, name, layer)
+        if not log_lambdas:
+            raise ConfigError(
+                f"rule='lambda' needs lambda and layer {name!r} has none. Use rule='rounding', or a RankPrior."
+            )
+        cut = by_lambda(cores, log_lambdas, tol)
+    else:
+        inner = _inner_tol(model, name, layer, tol)
+        cut = by_rounding(cores, inner) if rule == "rounding" else by_contribution(cores, inner)
+    return None if tt.ranks([core[0] for core in cut.cores]) == layer.ranks else cut
+
+
+def _inner_tol(model: ParticleModel, name: str, layer: TTLayer, tol: float) -> float:
+    """The tolerance is one of the weight; with padded modes the train holds more than that."""
+    if not layer.is_padded:
+        return tol
+    cores = stacked_cores(model, name, layer)
+    shares = []
+    for i in range(len(model)):
+        exact = [core[i].detach().double() for core in cores]
+        weight = torch.linalg.vector_norm(layer.dense_weight(exact))
+        shares.append(float(weight / tt.norm(exact).clamp_min(1e-300)))
+    return tol * min(shares)
+
+
+def _apply(
+    model: ParticleModel, name: str, layer: TTLayer, cut: SharedCut, optimizer: torch.optim.Optimizer | None
+) -> None:
+    tensors = [model.particles.get(_key(name, f"cores.{k}")) for k in range(len(layer.cores))]
+    layer.set_cores([core[0] for core in cut.cores])
+    for k, (tensor, new) in enumerate(zip(tensors, cut.cores, strict=True)):
+        if tensor is None:
+            continue  # frozen: the same in all particles, and now in the template
+        old_shape = tensor.shape
+        tensor.data = new
+        if optimizer is None:
+            continue
+        if cut.keep is None:
+            optimizer.state.pop(tensor, None)
+            continue
+        own = optimizer.state.get(tensor, {})
+        for key, value in own.items():
+            if isinstance(value, Tensor) and value.shape == old_shape:
+                own[key] = take(value, cut.keep, k)
+    _apply_to_lambda(model, name, layer, cut)
+
+
+def _apply_to_lambda(model: ParticleModel, name: str, layer: TTLayer, cut: SharedCut) -> None:
+    state = layer.rank_state
+    if state is None:
+        return
+    if cut.keep is not None:
+        pairs = zip(_log_lambdas(model, name, layer), cut.keep, strict=True)
+        moved: Sequence[Tensor] = [u.gather(1, kept) for u, kept in pairs]
+        for bond, u in enumerate(moved, start=1):
+            state.set_log_lambda(bond, u[0].clone())
+    else:
+        starts = [core.new_zeros(core.shape[:2]) for core in cut.cores[1:]]
+        for bond, u in enumerate(starts, start=1):
+            state.set_log_lambda(bond, u[0])
+
+        def mode(cores: list[Tensor], us: list[Tensor]) -> list[Tensor]:
+            return shrinkage.conditional_mode(
+                cores, us, state.a, state.b, state.floor, sweeps=50, dropped=state.dropped
+            )
+
+        moved = vmap(mode)(cut.cores, starts)
+    for bond, u in enumerate(moved, start=1):
+        model.carried[_key(name, f"rank_state.log_lambda_{bond}")] = u.contiguous()
+
+
+def _fingerprint(model: ParticleModel, name: str, layer: TTLayer, rule: str) -> tuple[float, ...]:
+    """Numbers that change when anything changes that the rule looks at."""
+    tensors = [*stacked_cores(model, name, layer), *(_log_lambdas(model, name, layer) if rule == "lambda" else [])]
+    return tuple(float(v) for t in tensors for v in (t.double().sum(), t.double().square().sum()))

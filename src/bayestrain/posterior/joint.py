@@ -1,0 +1,93 @@
+"""The joint density of data and weights as one module, so that stacked tensors can stand in for its parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from bayestrain.errors import ConfigError
+from bayestrain.infer import stack
+from bayestrain.predict import Likelihood, Prediction, check_log_prob
+from bayestrain.prior import Prior
+
+PerDatum = Callable[[Tensor, Tensor], Tensor]
+
+
+class Joint(nn.Module):
+    """A network with its likelihood and prior; only ever called with particles in the place of its parameters."""
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood, prior: Prior | None, num_data: int) -> None:
+        super().__init__()
+        self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
+
+    def forward(self, what: str, *inputs: Tensor) -> dict[str, Tensor]:
+        """For one particle its "density", its "outputs", what these "describe", or a step of its lambda ("lambda")."""
+        if what == "density":
+            return self._density(*inputs)
+        if what == "outputs":
+            return {"outputs": self.model(*inputs)}
+        if what == "describe":
+            return self.likelihood.describe(self.model(*inputs))
+        assert self.prior is not None
+        self.prior.step()
+        return {}
+
+    def _density(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """``N * mean log likelihood + weight * log prior`` and its parts."""
+        assert self.prior is not None
+        outputs = self.model(x)
+        if outputs.dtype in (torch.bfloat16, torch.half):
+            outputs = outputs.float()
+        log_probs = self.likelihood(outputs, y)
+        check_log_prob(log_probs, len(y))
+        data, prior = log_probs.mean(), self.prior.log_prob()
+        density = self.num_data * data + self.prior.current_weight * prior
+        return {"density": density, "data": data.detach(), "prior": prior.detach(), "outputs": outputs.detach()}
+
+    def batched(self, particles: Mapping[str, Tensor], what: str, *inputs: Tensor) -> dict[str, Tensor]:
+        """`forward` for all particles at once, on the same inputs."""
+
+        def one(tensors: dict[str, Tensor]) -> Any:
+            return functional_call(self, tensors, (what, *inputs))
+
+        # Dropout and the like draw anew for every particle.
+        return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
+
+
+class CallableLikelihood(Likelihood):
+    """A plain function ``(outputs, targets) -> (B,)`` as a likelihood: enough to train, not to predict."""
+
+    def __init__(self, log_prob: PerDatum) -> None:
+        super().__init__()
+        self.log_prob = log_prob
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.log_prob(outputs, targets)
+
+    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"outputs": outputs}
+
+    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:
+        raise ConfigError(
+            "A plain function as likelihood says nothing of predictions. Use posterior.outputs(x), or a Likelihood "
+            "with describe() and prediction()."
+        )
+
+
+def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """``(particles, carried)``: trainable parameters and buffers of all, stacked. Frozen parameters must be the same."""
+    for name, frozen in joints[0].named_parameters():
+        if frozen.requires_grad:
+            continue
+        for i, other in enumerate(joints[1:], start=1):
+            if not torch.equal(other.get_parameter(name), frozen):
+                raise ConfigError(
+                    f"{name.removeprefix('model.')!r} is frozen, which makes it common to all particles, but particle "
+                    f"{i} has other values there than particle 0. Load the same ones, or let it train."
+                )
+    particles = stack([{name: p for name, p in joint.named_parameters() if p.requires_grad} for joint in joints])
+    if not particles:
+        raise ConfigError("No parameter of the network trains: there is nothing to have a posterior over.")
+    return particles, stack([dict(joint.named_buffers()) for joint in joints])

@@ -1,0 +1,158 @@
+"""How much memory particles will take, known before they do."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bayestrain.errors import ConfigError
+from bayestrain.posterior.joint import Joint
+
+CACHE = 64 << 20
+"""On a CPU, particles go through the network so many at a time that their activations take about these bytes."""
+
+BACKWARD = 2
+"""What a pass needs at its peak: so many times what is saved for the way back, and the largest tensor on the way."""
+
+RESERVE = 0.9
+"""Part of the free memory that a run may plan with."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that training will take: parameters, gradients and the optimiser's state of all particles, and activations
+    of as many particles as go through the network at once (`chunk`). `available` is what is free, None if unknown."""
+
+    particles: int
+    held: int
+    per_particle: int
+    chunk: int
+    available: int | None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.held + self.chunk * self.per_particle
+
+    def __str__(self) -> str:
+        free = "" if self.available is None else f" of {_size(self.available)} free"
+        return (
+            f"{self.particles} particles need about {_size(self.total)}{free}: {_size(self.held)} for weights, "
+            f"gradients and the optimiser, {_size(self.chunk * self.per_particle)} for activations of {self.chunk} "
+            "particles at a time"
+        )
+
+
+def held_bytes(shapes: Sequence[Tensor], n: int, states: float) -> int:
+    """Bytes of n particles: weights, gradients, and `states` numbers of the optimiser per weight."""
+    return int(n * sum(tensor.numel() * tensor.element_size() for tensor in shapes) * (2 + states))
+
+
+def optimizer_states(make: Callable[[Sequence[Tensor]], torch.optim.Optimizer]) -> float:
+    """How many numbers an optimiser keeps per weight, found by letting it take one step with a small tensor."""
+    probe = torch.zeros(64, requires_grad=True)
+    probe.grad = torch.ones_like(probe)
+    optimizer = make([probe])
+    optimizer.step()
+    kept = sum(
+        value.numel() for value in optimizer.state[probe].values() if isinstance(value, Tensor) and value.ndim > 0
+    )
+    return kept / probe.numel()
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.bytes = max(self.bytes, made.numel() * made.element_size())
+        return made
+
+
+def activation_bytes(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor) -> int:
+    """Bytes that one particle needs on its way through the network and back, measured on a copy of it."""
+    point = {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+        for name, tensor in one.items()
+    }
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*point.values(), x, y)}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    devices = [x.device] if x.device.type == "cuda" else []
+    keep_noted = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
+    with torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
+        functional_call(joint, point, ("density", x, y))
+    return BACKWARD * (sum(saved.values()) + largest.bytes)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a device, as far as the system tells; of a CPU, within the limits of a container."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    found: list[int] = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found += [int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if "MemAvailable" in line]
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if Path(limit).exists() and Path(used).exists() and (text := Path(limit).read_text().strip()).isdigit():
+            found.append(int(text) - int(Path(used).read_text()))
+    return max(min(found), 0) if found else None
+
+
+def plan(n: int, held: int, allocated: int, per_particle: int, device: torch.device, chunk: int | None) -> MemoryEstimate:
+    """Choose how many particles go through the network at once; refuse what cannot fit.
+
+    Args:
+        held: bytes that all particles' weights, gradients and optimiser state take; `allocated` of them already do.
+        per_particle: bytes of one particle's activations.
+        chunk: the user's choice, or None to find one.
+    """
+    available = available_bytes(device)
+    free = None if available is None else int(available * RESERVE) - (held - allocated)
+    if chunk is None:
+        wanted = CACHE // max(per_particle, 1) if device.type == "cpu" else n
+        fitting = n if free is None else free // max(per_particle, 1)
+        chunk = max(1, min(n, wanted, fitting))
+    estimate = MemoryEstimate(n, held, per_particle, min(chunk, n), available)
+    if free is None or available is None or estimate.chunk * per_particle <= free:
+        return estimate
+    if free >= per_particle:
+        advice = f"Use chunk={max(1, free // max(per_particle, 1))}, or leave chunk out."
+    else:
+        each = held // n
+        most = int((available * RESERVE + allocated - per_particle) // max(each, 1))
+        advice = f"Use at most {most} particles." if most >= 2 else "Use smaller batches, or a smaller network."
+    raise ConfigError(f"This cannot fit: {estimate}. {advice}")
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}" if unit != "GB" else f"{count:,.1f} GB"
+        count /= 1000
+    raise AssertionError

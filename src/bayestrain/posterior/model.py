@@ -1,0 +1,138 @@
+"""`ParticleModel`: n networks of one shape that predict together."""
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bayestrain.errors import ConfigError
+from bayestrain.posterior.joint import Joint
+from bayestrain.predict import Prediction
+from bayestrain.sizes import count_parameters, ranks
+
+
+class ParticleModel:
+    """Particles as stacked tensors, and the network and likelihood they belong to.
+
+    Args:
+        joint: the network and the likelihood; which values its own tensors have does not matter, frozen ones excepted.
+        particles: stacked parameters ``{name in joint: (n, ..)}``.
+        carried: stacked buffers, such as batch norm's statistics and lambda.
+    """
+
+    def __init__(self, joint: Joint, particles: dict[str, Tensor], carried: dict[str, Tensor]) -> None:
+        self.joint = joint
+        self.particles = particles
+        self.carried = carried
+
+    @property
+    def template(self) -> nn.Module:
+        """A network of the shape of all particles; its values are nobody's."""
+        return self.joint.model
+
+    def __len__(self) -> int:
+        return len(next(iter(self.particles.values())))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the particles are."""
+        return next(iter(self.particles.values())).device
+
+    @property
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """``{layer name: (1, R_1, .., 1)}``, the same for all particles."""
+        return ranks(self.template)
+
+    @property
+    def parameters_each(self) -> int:
+        """Parameters of one particle, counted as `count_parameters` does."""
+        return count_parameters(self.template)
+
+    def particle(self, i: int) -> nn.Module:
+        """Particle i as a network of its own, in evaluation mode."""
+        if not -len(self) <= i < len(self):
+            raise ConfigError(f"There are particles 0 to {len(self) - 1}, but no {i}.")
+        model = copy.deepcopy(self.template)
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in {**self.particles, **self.carried}.items():
+                if name.startswith("model."):
+                    own[name.removeprefix("model.")].copy_(tensor[i])
+        return model.eval()
+
+    def outputs(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Tensor:
+        """What every particle's network returns for x, ``(n, N, ..)``, on x's device."""
+        return self._all(x, batch_size, chunk, "outputs")["outputs"]
+
+    def predict(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Prediction:
+        """The prediction for inputs x, with its uncertainty; `batch_size` and `chunk` change memory, not results.
+
+        Args:
+            x: inputs, on any device; what comes back is on that device too.
+            batch_size: inputs at a time.
+            chunk: particles at a time; all if None.
+        """
+        return self.joint.likelihood.prediction(self._all(x, batch_size, chunk, "describe"))
+
+    @torch.no_grad()
+    def _all(self, x: Tensor, batch_size: int, chunk: int | None, what: str) -> dict[str, Tensor]:
+        if batch_size < 1 or (chunk is not None and chunk < 1):
+            raise ConfigError(f"batch_size and chunk must be at least 1, got {batch_size} and {chunk}.")
+        if len(x) == 0:
+            raise ConfigError("There is no input to predict for.")
+        was_training = self.template.training
+        self.template.eval()
+        size = chunk or len(self)
+        tensors = {**self.particles, **self.carried}
+        try:
+            batches = [
+                [
+                    self.joint.batched(
+                        {name: t.detach()[i : i + size] for name, t in tensors.items()}, what, part.to(self.device)
+                    )
+                    for i in range(0, len(self), size)
+                ]
+                for part in x.split(batch_size)
+            ]
+        finally:
+            self.template.train(was_training)
+        rows = [{key: torch.cat([c[key] for c in chunks]).to(x.device) for key in chunks[0]} for chunks in batches]
+        return {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
+
+    @torch.no_grad()
+    def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
+        """Estimate batch norm's means and variances anew, per particle, as plain means over these batches of inputs.
+
+        While particles train, each keeps running averages as PyTorch does; those lag behind and mix many past weights.
+        """
+        norms = {
+            name: norm
+            for name, norm in self.joint.named_modules()
+            if isinstance(norm, _BatchNorm) and norm.track_running_stats
+        }
+        if not norms:
+            return
+        was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
+        self.template.eval()
+        try:
+            for norm in norms.values():
+                norm.train()
+            for number, x in enumerate(batches):
+                for norm in norms.values():
+                    norm.momentum = 1 / (number + 1)  # the first batch replaces, the others are averaged in
+                tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
+                self.joint.batched(tensors, "describe", x.to(self.device))
+        finally:
+            for name, norm in norms.items():
+                norm.momentum = momenta[name]
+            self.template.train(was_training)
+
+    def to(self, device: torch.device | str) -> "ParticleModel":
+        """The same particles on another device."""
+        moved = [{name: t.detach().to(device) for name, t in d.items()} for d in (self.particles, self.carried)]
+        return ParticleModel(copy.deepcopy(self.joint).to(device), moved[0], moved[1])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} particles of {self.parameters_each:,} parameters)"

@@ -1,0 +1,255 @@
+"""`Posterior`: particles of a network that train together."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.compact import CompactReport
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
+from bayestrain.infer.method import MakeOptimizer
+from bayestrain.posterior.compaction import compact_particles, rank_spread
+from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
+from bayestrain.posterior.memory import MemoryEstimate, activation_bytes, held_bytes, optimizer_states, plan
+from bayestrain.posterior.model import ParticleModel
+from bayestrain.predict import Classification, Likelihood
+from bayestrain.prior import NormalPrior, Prior, RankPrior
+from bayestrain.sizes import tt_layers
+
+
+@dataclass(frozen=True)
+class PosteriorStep:
+    """What the particles were worth on a batch before they moved: means over the batch ``(n,)``, and all outputs."""
+
+    log_likelihood: Tensor
+    log_prior: Tensor
+    outputs: Tensor
+    alive: Tensor
+
+
+class Posterior(ParticleModel):
+    """A posterior over the weights of a network, as n particles in one batched computation with one set of ranks.
+
+    Use it in any training loop::
+
+        posterior = Posterior(independent(build, 20), num_data=len(train))
+        for x, y in batches:
+            posterior.step(x, y)
+        posterior.compact_()
+        posterior.predict(x).epistemic
+
+    Each particle's lambda sits at its mode given the particle's weights (`RankPrior.step`), so particles explore the
+    weights' density with lambda profiled out. Batch norm's weights are part of a particle; its statistics are kept per
+    particle as PyTorch keeps them, and `refresh_statistics` estimates them anew.
+
+    Args:
+        models: the particles' starts, networks of one architecture on one device (`independent`, `around`, or your own).
+        num_data: number of training data; the likelihood of a batch of B is scaled by ``num_data / B``.
+        method: "svgd", "ensemble", "sgld" or "map".
+        likelihood: `Classification()` (default), `Regression()`, a `Likelihood` of your own, or any function
+            ``(outputs, targets) -> log probability of each datum``.
+        prior: makes the prior of one network; default ``RankPrior(model, num_data)``, or ``NormalPrior`` if the network
+            has no tensor-train layer.
+        optimizer: makes the optimiser of the particles; default Adam with a learning rate of 1e-3. Not for "sgld".
+        kernel: SVGD's kernel (`infer.rbf`, `infer.imq`, or your own).
+        chunk: particles that go through the network at once; None chooses by the memory there is. Same results.
+        options: further arguments of the method, as `temperature` for "sgld".
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        num_data: int,
+        *,
+        method: str = "svgd",
+        likelihood: Likelihood | PerDatum | None = None,
+        prior: Callable[[nn.Module], Prior] | None = None,
+        optimizer: MakeOptimizer | None = None,
+        kernel: Kernel | None = None,
+        chunk: int | None = None,
+        **options: Any,
+    ) -> None:
+        models = list(models)
+        if method not in METHODS:
+            raise ConfigError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
+        if len(models) < METHODS[method].fewest:
+            raise ConfigError(
+                f"{method} needs at least {METHODS[method].fewest} particles, got {len(models)}. "
+                + METHODS[method].advice
+            )
+        if not hasattr(num_data, "__index__") or num_data < 1:
+            raise ConfigError(f"num_data must be the number of training data, at least 1, got {num_data!r}.")
+        if method == "sgld" and optimizer is not None:
+            raise ConfigError("sgld is its own optimiser: give lr=, temperature= and memory= instead of optimizer=.")
+        if kernel is not None and method != "svgd":
+            raise ConfigError(f"Only svgd has a kernel, not {method}.")
+        likelihood = Classification() if likelihood is None else likelihood
+        if not isinstance(likelihood, Likelihood):
+            likelihood = CallableLikelihood(likelihood)
+        make = optimizer or (lambda tensors: torch.optim.Adam(tensors, lr=1e-3))
+        states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make)
+        trainable = [p for p in (*models[0].parameters(), *likelihood.parameters()) if p.requires_grad]
+        device = trainable[0].device if trainable else torch.device("cpu")
+        held = held_bytes(trainable, len(models), states)
+        plan(len(models), held, 0, 0, device, chunk)  # refuses before anything is allocated
+
+        priors = [_make_prior(model, num_data) if prior is None else prior(model) for model in models]
+        joints = [
+            Joint(model, likelihood.to(device), one, num_data) for model, one in zip(models, priors, strict=True)
+        ]
+        particles, carried = stack_joints(joints)
+        if method == "svgd":
+            options["kernel"] = kernel or rbf
+        if method != "sgld":
+            options["optimizer"] = make
+        scale = (len(models) if method == "svgd" else 1) / num_data  # learning rates are those of mean losses
+        self.method: Method = METHODS[method](
+            self._log_density, particles, carried=carried, scale=scale, chunk=chunk, **options
+        )
+        super().__init__(joints[0], self.method.particles, self.method.carried)
+        self.num_data = num_data
+        self._states = states
+        self._chunk = chunk
+        self._estimate: MemoryEstimate | None = None
+        self._seen: list[dict[str, Tensor]] = []
+
+    @property
+    def prior(self) -> Prior:
+        """The prior, common to all particles."""
+        assert self.joint.prior is not None
+        return self.joint.prior
+
+    def step(self, x: Tensor, y: Tensor) -> PosteriorStep:
+        """Move all particles, then every lambda."""
+        self.template.train()
+        if self._estimate is None:
+            self.method.chunk = self.estimate_memory(x, y).chunk
+        self._seen = []
+        info = self.method.step((x, y))
+        with torch.no_grad():
+            self.joint.batched({n: t.detach() for n, t in {**self.particles, **self.carried}.items()}, "lambda")
+        data, prior, outputs = (torch.cat([s[k] for s in self._seen]) for k in ("data", "prior", "outputs"))
+        self._seen = []
+        return PosteriorStep(data, prior, outputs, info.alive)
+
+    def _log_density(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        found = self.joint.batched(tensors, "density", *batch)
+        self._seen.append(found)
+        return found["density"]
+
+    def estimate_memory(self, x: Tensor, y: Tensor) -> MemoryEstimate:
+        """What training on batches like this one takes; raises if it cannot fit. `step` asks for it by itself."""
+        self.template.train()
+        one = {name: t[0].detach().requires_grad_() for name, t in self.particles.items()}
+        one |= {name: t[0] for name, t in self.carried.items()}
+        per_particle = activation_bytes(self.joint, one, x, y)
+        held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
+        allocated = held if self.method.steps else int(held / (2 + self._states))
+        self._estimate = plan(len(self), held, allocated, per_particle, self.device, self._chunk)
+        return self._estimate
+
+    def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
+        """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.
+
+        Args:
+            tol: relative error (Frobenius norm) of each layer's weight, as the root mean square over particles; for
+                "lambda" the absolute threshold. Default 1e-2.
+            rule: "rounding" and "contribution" do not depend on the gauge; "contribution" keeps the optimiser's state
+                and is meant for the time of training; "lambda" is the paper's, on the posterior mean of lambda.
+        """
+        report = compact_particles(self, tol, rule, self.method.optimizer)
+        if report.changed:
+            self._estimate = None  # less memory, other chunks
+        return report
+
+    def rank_spread(self, tol: float = 1e-2) -> dict[str, list[list[int]]]:
+        """``{layer: [[rank of every particle] for each bond]}``: what each alone would be rounded to."""
+        return rank_spread(self, tol)
+
+    def fix_ranks_(self, variance: float = 100.0, weight: float = 1.0) -> None:
+        """From here on the ranks are given: lambda goes, every weight has the prior Normal(0, variance)."""
+        if isinstance(self.prior, RankPrior):
+            self.prior.remove_()
+            for name in [name for name in self.carried if ".rank_state." in name]:
+                del self.carried[name]
+        self.joint.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
+        self.method.restart_optimizer()
+
+    def drop_(self, indices: Collection[int]) -> None:
+        """Go on without some particles, such as broken ones."""
+        unknown = [i for i in indices if not 0 <= i < len(self)]
+        if unknown:
+            raise ConfigError(f"There are particles 0 to {len(self) - 1}, but no {unknown}.")
+        self.method.keep_([i for i in range(len(self)) if i not in set(indices)])
+        self._estimate = None
+
+    def diagnostics(self) -> Diagnostics:
+        """How the particles lie; see `infer.diagnose`."""
+        return diagnose(self.particles)
+
+    def stein_discrepancy(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Squared kernelised Stein discrepancy per dimension, with the gradients averaged over these batches."""
+        self.template.train()
+        total: dict[str, Tensor] = {}
+        number = 0
+        kept = {name: tensor.clone() for name, tensor in self.carried.items()}  # batch norm would note these batches
+        for number, batch in enumerate(batches, start=1):
+            for name, gradient in self.method.gradients(batch)[1].items():
+                total[name] = total[name] + gradient if name in total else gradient
+        self._seen = []
+        for name, tensor in kept.items():
+            self.carried[name].copy_(tensor)
+        if not number:
+            raise ConfigError("There is no batch to take gradients over.")
+        dimensions = sum(tensor[0].numel() for tensor in self.particles.values())
+        return stein_discrepancy(self.particles, {name: g / number for name, g in total.items()}) / dimensions
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "method": self.method.state_dict(),
+            "prior": self.prior.state_dict(),
+            "ranks_fixed": not isinstance(self.prior, RankPrior),
+            "other": {"variance": getattr(self.prior, "variance", None)},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state, perhaps one with other ranks."""
+        if state["ranks_fixed"] and isinstance(self.prior, RankPrior):
+            self.fix_ranks_(state["other"]["variance"], state["prior"]["weight"])
+        saved, carried = state["method"]["particles"], state["method"]["carried"]
+        own_names = (self.particles.keys(), self.carried.keys())
+        if (saved.keys(), carried.keys()) != own_names:
+            raise ShapeError("The saved posterior is one of another network or prior: its tensors have other names.")
+        for name, layer in tt_layers(self.template).items():
+            prefix = f"model.{name}." if name else "model."
+            cores = [saved.get(f"{prefix}cores.{k}", core[None])[0] for k, core in enumerate(layer.cores)]
+            layer.set_cores(cores)
+            for bond in range(1, len(cores)):
+                if (u := carried.get(f"{prefix}rank_state.log_lambda_{bond}")) is not None:
+                    assert layer.rank_state is not None
+                    layer.rank_state.set_log_lambda(bond, u[0].to(self.device).clone())
+        for name, tensor in self.particles.items():
+            if saved[name].shape != tensor.shape:
+                tensor.data = tensor.new_empty(saved[name].shape)
+        for name, tensor in carried.items():
+            self.carried[name] = tensor.to(self.device).clone()
+        self.method.load_state_dict(state["method"])
+        self.prior.load_state_dict(state["prior"])
+        self._estimate = None
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self.method.name})"
+
+
+def _make_prior(model: nn.Module, num_data: int) -> Prior:
+    return RankPrior(model, num_data) if tt_layers(model) else NormalPrior(model, num_data)
+
+
+def diagnostics_dict(found: Diagnostics) -> dict[str, float]:
+    """As plain numbers."""
+    return asdict(found)

@@ -1,0 +1,124 @@
+"""One set of ranks for all particles: the posterior mean decides, every particle is cut for itself to that size.
+
+Works on one layer's stacked cores, ``(n, left, *modes, right)`` each. A rank index means something else in every
+particle, so nothing is averaged over equal indices: errors are, sorted within each particle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayestrain import tt
+
+
+@dataclass(frozen=True)
+class SharedCut:
+    """New stacked cores of one layer; `keep` has each particle's surviving indices ``(n, rank)`` per bond, if sliced."""
+
+    cores: list[Tensor]
+    keep: list[Tensor] | None
+    error: float
+    """Root mean square, over particles, of the relative change of the weight."""
+
+
+def by_rounding(cores: Sequence[Tensor], tol: float) -> SharedCut:
+    """The smallest ranks for which the particles' errors, relative to each one's norm, have a mean square of tol^2."""
+    particles = _unstack(cores)
+    tails = _tails(particles)
+    share = tol / max(len(cores) - 1, 1) ** 0.5
+    shared = [_smallest(tail.square().mean(0).sqrt(), share) for tail in tails]
+    rounded = [_pad(tt.round_cores(particle, 0.0, shared), shared) for particle in particles]
+    return SharedCut(_stack(rounded, cores), None, _error(particles, rounded))
+
+
+def by_contribution(cores: Sequence[Tensor], tol: float) -> SharedCut:
+    """Drop, in every particle, equally many of the indices that contribute least to its weight; the rest stays put."""
+    particles = before = _unstack(cores)
+    norms = torch.stack([tt.norm(particle) for particle in particles]).clamp_min(1e-300)
+    budget = tol / max(len(cores) - 1, 1)
+    keep: list[Tensor] = []
+    for bond in range(1, len(cores)):
+        orders, errors = zip(*(tt.drop_order(particle, bond) for particle in particles), strict=True)
+        mean = (torch.stack(errors) / norms[:, None]).square().mean(0).sqrt()
+        count = min(int((mean <= budget).sum()), len(mean) - 1)
+        kept = torch.stack([order[count:].sort().values for order in orders])
+        keep.append(kept)
+        particles = [tt.slice_bond(p, bond, indices) for p, indices in zip(particles, kept, strict=True)]
+    return SharedCut(_stack(particles, cores), keep, _error(before, particles))
+
+
+def by_lambda(cores: Sequence[Tensor], log_lambdas: Sequence[Tensor], threshold: float) -> SharedCut:
+    """The paper's rule: as many as the posterior mean of lambda, sorted in every particle, has above the threshold.
+
+    Sorting is ours: particles that did not start at one point have no indices in common to average over.
+    """
+    particles = before = _unstack(cores)
+    keep: list[Tensor] = []
+    for bond, u in enumerate(log_lambdas, start=1):
+        values, order = u.exp().sort(dim=1, descending=True)  # (n, R)
+        rank = max(int((values.mean(0) > threshold).sum()), 1)
+        kept = order[:, :rank].sort(dim=1).values
+        keep.append(kept)
+        particles = [tt.slice_bond(p, bond, indices) for p, indices in zip(particles, kept, strict=True)]
+    return SharedCut(_stack(particles, cores), keep, _error(before, particles))
+
+
+def own_ranks(cores: Sequence[Tensor], tol: float) -> list[list[int]]:
+    """Per bond, the rank that each particle alone would be rounded to."""
+    share = tol / max(len(cores) - 1, 1) ** 0.5
+    return [[_smallest(row, share) for row in tail] for tail in _tails(_unstack(cores))]
+
+
+def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
+    """Cut a tensor shaped like stacked core number `core` to each particle's surviving indices on both sides."""
+    for bond, axis in ((core, 1), (core + 1, tensor.ndim - 1)):
+        if 1 <= bond <= len(keep):
+            shape = [1] * tensor.ndim
+            shape[0], shape[axis] = keep[bond - 1].shape
+            tensor = tensor.take_along_dim(keep[bond - 1].view(shape), dim=axis)
+    return tensor
+
+
+def _tails(particles: list[list[Tensor]]) -> list[Tensor]:
+    """Per bond ``(n, R + 1)``: the relative error of keeping the largest 0, 1, .., R singular values."""
+    spectra = [tt.bond_spectra(particle) for particle in particles]
+    tails = []
+    for bond in zip(*spectra, strict=True):
+        energy = torch.stack(bond).square()
+        tail = torch.cat([energy.flip(1).cumsum(1).flip(1), energy.new_zeros(len(energy), 1)], dim=1)
+        tails.append((tail / tail[:, :1].clamp_min(1e-300)).sqrt())
+    return tails
+
+
+def _smallest(tail: Tensor, share: float) -> int:
+    return max(int((tail > share).sum()), 1)
+
+
+def _unstack(cores: Sequence[Tensor]) -> list[list[Tensor]]:
+    exact = [core.detach().double() for core in cores]
+    return [[core[i] for core in exact] for i in range(len(exact[0]))]
+
+
+def _stack(particles: list[list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.stack(core).to(old.dtype) for core, old in zip(zip(*particles, strict=True), like, strict=True)]
+
+
+def _pad(cores: list[Tensor], shared: Sequence[int]) -> list[Tensor]:
+    """Zeros up to the shared ranks, for a particle that needs less."""
+    chain = (1, *shared, 1)
+    padded = []
+    for core, left, right in zip(cores, chain[:-1], chain[1:], strict=True):
+        new = core.new_zeros(left, *core.shape[1:-1], right)
+        new[: core.shape[0], ..., : core.shape[-1]] = core
+        padded.append(new)
+    return padded
+
+
+def _error(before: list[list[Tensor]], after: list[list[Tensor]]) -> float:
+    squares = [
+        float((tt.norm(tt.subtract(old, new)) / tt.norm(old).clamp_min(1e-300)).square())
+        for old, new in zip(before, after, strict=True)
+    ]
+    return (sum(squares) / len(squares)) ** 0.5

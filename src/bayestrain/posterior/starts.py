@@ -1,0 +1,44 @@
+"""Where particles start: apart, which is what makes a posterior of them, or around one point, as in the paper."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bayestrain.errors import ConfigError
+
+
+def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[nn.Module]:
+    """n networks from `build`, each with random numbers of its own; the global generator is left as it was."""
+    _check_number(n)
+    models = []
+    with torch.random.fork_rng(devices=[]):
+        for i in range(n):
+            torch.manual_seed(seed * 1_000_003 + i)
+            models.append(build())
+    return models
+
+
+@torch.no_grad()
+def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list[nn.Module]:
+    """n copies of a trained network, every trainable tensor with Gaussian noise of `scale` times its own size (RMS).
+
+    All of them lie in one mode of the posterior and will stay there: cheap, but hardly more diverse than the point.
+    """
+    _check_number(n)
+    if not scale > 0:
+        raise ConfigError(f"scale must be positive, or all particles are one, got {scale}.")
+    generator = torch.Generator().manual_seed(seed)
+    copies = [copy.deepcopy(model) for _ in range(n)]
+    for twin in copies:
+        for parameter in twin.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
+                parameter.add_(noise * scale * parameter.square().mean().sqrt())
+    return copies
+
+
+def _check_number(n: int) -> None:
+    if not hasattr(n, "__index__") or n < 1:
+        raise ConfigError(f"A posterior needs at least one particle, got {n!r}.")

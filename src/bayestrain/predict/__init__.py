@@ -1,0 +1,24 @@
+"""What a posterior says about data: tensors of its particles in, predictions and their uncertainty out."""
+
+from bayestrain.predict.classification import ClassPrediction
+from bayestrain.predict.density import JointDensity
+from bayestrain.predict.likelihoods import Classification, Likelihood, Regression, check_log_prob
+from bayestrain.predict.metrics import ECE_BINS, RiskCoverage, auroc, classification_metrics, risk_coverage
+from bayestrain.predict.prediction import Prediction
+from bayestrain.predict.regression import RegressionPrediction
+
+__all__ = [
+    "ECE_BINS",
+    "ClassPrediction",
+    "Classification",
+    "JointDensity",
+    "Likelihood",
+    "Prediction",
+    "Regression",
+    "RegressionPrediction",
+    "RiskCoverage",
+    "auroc",
+    "check_log_prob",
+    "classification_metrics",
+    "risk_coverage",
+]

@@ -1,0 +1,151 @@
+"""Gaussian predictions of all particles: their mixture, and the variance in and between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.predict.prediction import Indices, as_double, joined, kept, rows, tails
+
+BISECTIONS = 60
+"""Halvings of the bracket of a quantile: to the last bit of a double."""
+
+COVERED = 0.9
+"""The level of the interval whose coverage is among the metrics."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionPrediction:
+    """N inputs, for each of which n particles give a Gaussian per output.
+
+    Tensors are ``(n, N, K)`` for K outputs or ``(n, N)`` for a scalar; what comes out is ``(N, K)`` or ``(N,)``
+    accordingly, in double precision.
+    """
+
+    particle_means: Tensor
+    particle_variances: Tensor
+
+    def __post_init__(self) -> None:
+        means, variances = self.particle_means, self.particle_variances
+        if means.shape != variances.shape or means.ndim not in (2, 3) or means.shape[0] < 1:
+            raise ShapeError(
+                "Means and variances must both have shape (particles, inputs) or (particles, inputs, outputs) with at "
+                f"least 1 particle, got {tuple(means.shape)} and {tuple(variances.shape)}. For one variance shared by "
+                "all, pass variance.expand_as(means)."
+            )
+        means, variances = kept(means, "means"), kept(variances, "variances")
+        object.__setattr__(self, "particle_means", means)
+        object.__setattr__(self, "particle_variances", variances)
+        if not bool(means.isfinite().all()):
+            number = int((~means.isfinite()).sum())
+            raise ConfigError(f"Means must be finite, got {number} of {means.numel()} that are not. Train again.")
+        if not bool(((variances > 0) & variances.isfinite()).all()):
+            raise ConfigError(
+                f"Variances must be finite and above 0, got {float(variances.min()):.4g} to "
+                f"{float(variances.max()):.4g}. Pass squares of standard deviations, or exponentials of logarithms."
+            )
+
+    def __len__(self) -> int:
+        return self.particle_means.shape[1]
+
+    def __repr__(self) -> str:
+        n, number = self.particle_means.shape[:2]
+        outputs = f", {self.particle_means.shape[2]} outputs" if self.particle_means.ndim == 3 else ""
+        size = f"{n} particle{'s' * (n != 1)}, {number} input{'s' * (number != 1)}{outputs}"
+        if self.particle_means.numel() == 0:
+            return f"RegressionPrediction({size})"
+        total, epistemic = float(self.total.mean()), float(self.epistemic.mean())
+        return f"RegressionPrediction({size}; mean variance {total:.4g}, {epistemic:.4g} of it epistemic)"
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mean of the particles' means."""
+        return self.particle_means.mean(0, dtype=torch.float64)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """The mean of the particles' variances: noise that more training data would not remove."""
+        return self.particle_variances.mean(0, dtype=torch.float64)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """The variance of the particles' means."""
+        return (self.particle_means.double() - self.mean).square().mean(0)
+
+    @property
+    def total(self) -> Tensor:
+        """The variance of the mixture, by the law of total variance."""
+        return self.aleatoric + self.epistemic
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of the mixture."""
+        return self.total.sqrt()
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval that the mixture of Gaussians gives this probability."""
+        low, high = (self._quantile(q) for q in tails(level))
+        return low, high
+
+    def log_likelihood(self, targets: Tensor) -> float:
+        """Mean over the data of the log density of the mixture at all outputs of a datum together."""
+        return float((self._log_densities(targets).logsumexp(0) - math.log(len(self.particle_means))).mean())
+
+    def mean_log_likelihood(self, targets: Tensor) -> float:
+        """Mean over the particles of each one's log likelihood; never above `log_likelihood`."""
+        return float(self._log_densities(targets).mean())
+
+    def metrics(self, targets: Tensor) -> dict[str, float]:
+        """Root mean squared error, both log likelihoods, and the fraction of targets in the 90 % interval."""
+        targets = self._checked(targets)
+        low, high = self.interval(COVERED)
+        return {
+            "rmse": float((self.mean - targets).square().mean().sqrt()),
+            "log_likelihood": self.log_likelihood(targets),
+            "mean_log_likelihood": self.mean_log_likelihood(targets),
+            "coverage_90": float(((low <= targets) & (targets <= high)).double().mean()),
+        }
+
+    def subset(self, indices: Indices) -> RegressionPrediction:
+        """The same for some of the inputs."""
+        return RegressionPrediction(rows(self.particle_means, indices), rows(self.particle_variances, indices))
+
+    @staticmethod
+    def cat(predictions: Sequence[RegressionPrediction]) -> RegressionPrediction:
+        """Batches of one posterior's predictions, one after the other."""
+        means = joined([prediction.particle_means for prediction in predictions])
+        return RegressionPrediction(means, joined([prediction.particle_variances for prediction in predictions]))
+
+    def _quantile(self, q: float) -> Tensor:
+        """Of the mixture, by bisection between the smallest and the largest quantile of its Gaussians."""
+        means, stds = self.particle_means.double(), self.particle_variances.double().sqrt()
+        each: Tensor = means + stds * torch.special.ndtri(means.new_tensor(q))
+        low, high = each.amin(0), each.amax(0)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            below = torch.special.ndtr((middle - means) / stds).mean(0) < q
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return (low + high) / 2
+
+    def _log_densities(self, targets: Tensor) -> Tensor:
+        """``(n, N)``: log density of each datum under each particle, summed over the outputs."""
+        means, variances = self.particle_means.double(), self.particle_variances.double()
+        squares = (self._checked(targets) - means).square()
+        each = -0.5 * (squares / variances + variances.log() + math.log(2 * math.pi))
+        return each.sum(2) if each.ndim == 3 else each
+
+    def _checked(self, targets: Tensor) -> Tensor:
+        """The targets in double precision where the predictions are."""
+        wanted = tuple(self.particle_means.shape[1:])
+        if tuple(targets.shape) != wanted or 0 in wanted:
+            raise ShapeError(
+                f"Targets must have the shape of the predicted mean, {wanted}, with at least one number, got "
+                f"{tuple(targets.shape)}. Type targets.reshape{wanted} if only the shape differs."
+            )
+        return as_double(targets).to(self.particle_means.device)

@@ -1,0 +1,109 @@
+"""The figures at the top of a run's page, each beside the paper's and that of MAP where there are any."""
+
+from dataclasses import dataclass, replace
+
+from bayestrain.report import words
+from bayestrain.report.paper import PAPER
+from bayestrain.report.run import Posterior, Run
+
+
+@dataclass(frozen=True)
+class Card:
+    """One headline figure; the verdicts say how it stands to the paper's and to that of MAP."""
+
+    label: str
+    value: str
+    paper: str = ""
+    verdict: str = ""
+    note: str = ""
+    map: str = ""
+    map_verdict: str = ""
+
+
+def headline(run: Run) -> list[Card]:
+    """Six figures of a network, eight of a posterior."""
+    cards = _of_network(run)
+    return cards if run.posterior is None else _of_posterior(run, run.posterior, cards)
+
+
+def _of_network(run: Run) -> list[Card]:
+    scores, paper = run.scores, PAPER.get(run.experiment)
+    cards = [
+        Card("Parameters", words.count(scores.params), note=f"of {words.count(scores.dense_params)}"),
+        Card("Compression", words.ratio(scores.ratio), note="smaller than the dense network"),
+        Card("Test accuracy", words.percent(scores.accuracy)),
+        Card("Log likelihood", words.signed(scores.log_likelihood), note="mean per test image"),
+        Card("Calibration error", words.percent(scores.ece), note="expected (ECE), 0 is perfect"),
+        Card("Time", words.duration(scores.seconds), note=f"peak memory {words.size(scores.peak_memory_bytes)}"),
+    ]
+    if scores.ratio is None:
+        cards[1] = Card("Compression", "–")
+    if paper:
+        cards[:4] = [
+            Card("Parameters", cards[0].value, words.count(paper.params), verdict(scores.params, paper.params, True)),
+            Card("Compression", cards[1].value, words.ratio(paper.ratio), verdict(scores.ratio, paper.ratio)),
+            Card("Test accuracy", cards[2].value, words.percent(paper.accuracy, 1),
+                 verdict(scores.accuracy, paper.accuracy)),
+            Card("Log likelihood", cards[3].value, words.signed(paper.log_likelihood),
+                 verdict(scores.log_likelihood, paper.log_likelihood)),
+        ]  # fmt: skip
+    return cards
+
+
+def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Card]:
+    """The paper averages the particles' log likelihoods, so its figure stands beside that average."""
+    size, ratio, accuracy, likelihood, calibration, time = cards
+    scores, other, paper = run.scores, run.map.scores if run.map else None, PAPER.get(run.experiment)
+    alone = posterior.mean_log_likelihood
+    cards = [
+        replace(size, note=f"in each of {posterior.particles} particles"),
+        ratio,
+        accuracy,
+        calibration,
+        Card("Log likelihood", likelihood.value, note="log of the particles’ mean probability"),
+        Card("Particles’ log likelihood", words.signed(alone), likelihood.paper,
+             verdict(alone, paper.log_likelihood) if paper else "", "mean of each one’s own"),
+        _last_score(run),
+        time,
+    ]  # fmt: skip
+    if other is None:
+        return cards
+    pairs = {
+        0: (words.count(other.params), verdict(scores.params, other.params, True)),
+        2: (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
+        3: (words.percent(other.ece), verdict(scores.ece, other.ece, True)),
+        4: (words.signed(other.log_likelihood), verdict(scores.log_likelihood, other.log_likelihood)),
+        7: (words.duration(other.seconds), ""),
+    }
+    for place, (value, judged) in pairs.items():
+        if value != "–":
+            cards[place] = replace(cards[place], map=value, map_verdict=judged)
+    return cards
+
+
+def _last_score(run: Run) -> Card:
+    """Telling another data set where there was one, else the Brier score."""
+    if run.ood and run.ood.auroc is not None:
+        theirs = run.map.ood_auroc if run.map else None
+        return Card(
+            "Out-of-distribution AUROC",
+            words.area(run.ood.auroc),
+            note=f"{run.ood.name}, by total uncertainty",
+            map="" if theirs is None else words.area(theirs),
+            map_verdict=verdict(run.ood.auroc, theirs),
+        )
+    theirs = run.map.scores.brier if run.map else None
+    return Card(
+        "Brier score",
+        words.signed(run.scores.brier),
+        note="0 is perfect",
+        map="" if theirs is None else words.signed(theirs),
+        map_verdict=verdict(run.scores.brier, theirs, True),
+    )
+
+
+def verdict(ours: float | None, theirs: float | None, smaller_is_better: bool = False) -> str:
+    """Whether ours is "better" or "worse"; empty if they are equal or one is unknown."""
+    if ours is None or theirs is None or ours == theirs:
+        return ""
+    return "better" if (ours < theirs) == smaller_is_better else "worse"

@@ -1,0 +1,114 @@
+"""All particles of a posterior in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayestrain import tt
+from bayestrain.compact import CompactReport
+from bayestrain.errors import TrainingError
+from bayestrain.posterior import Posterior
+from bayestrain.posterior.compaction import stacked_cores
+from bayestrain.prior import RankPrior
+from bayestrain.sizes import tt_layers
+from bayestrain.train.config import FitConfig, PriorConfig
+from bayestrain.train.subject import Spectra, Subject
+
+
+class ParticleSubject(Subject):
+    """A posterior; ranks are sought as long as its prior is a `RankPrior`."""
+
+    def __init__(self, posterior: Posterior, config: FitConfig, prior: PriorConfig) -> None:
+        self.posterior, self.config, self.prior_config = posterior, config, prior
+        self.own_ranks: dict[str, list[list[int]]] = {}
+        """What each particle alone would have been rounded to, just before all were."""
+
+    @property
+    def searching(self) -> bool:  # type: ignore[override]
+        return isinstance(self.posterior.prior, RankPrior)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        posterior = self.posterior
+        with torch.autocast(posterior.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            seen = posterior.step(x, y)
+        prior = posterior.prior.current_weight * seen.log_prior / posterior.num_data
+        right = torch.zeros_like(prior)
+        if seen.outputs.ndim == 3:
+            right = (seen.outputs.argmax(2) == y).float().mean(1)
+        rows = torch.stack([-seen.log_likelihood, -prior, right])  # (3, n)
+        return torch.where(seen.alive, rows, 0.0).sum(1) / seen.alive.sum()
+
+    def set_rate(self, lr: float) -> None:
+        self.posterior.method.set_lr(lr)
+
+    def cut(self, tol: float) -> CompactReport:
+        return self.posterior.compact_(tol, "contribution")
+
+    def round(self, tol: float) -> CompactReport:
+        self.own_ranks = self.posterior.rank_spread(tol)
+        report = self.posterior.compact_(tol)
+        self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
+        return report
+
+    def spectra(self) -> Spectra:
+        """The particles' mean of every singular value, each particle's relative to its largest one."""
+        found: Spectra = {}
+        for name, layer in tt_layers(self.posterior.template).items():
+            cores = [core.detach().double() for core in stacked_cores(self.posterior, name, layer)]
+            each = [tt.bond_spectra([core[i] for core in cores]) for i in range(len(self.posterior))]
+            bonds = [torch.stack(bond) for bond in zip(*each, strict=True)]
+            found[name] = [(bond / bond[:, :1].clamp_min(1e-300)).mean(0).tolist() for bond in bonds]
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        posterior = self.posterior
+        lambdas: dict[str, list[list[float]]] = {}
+        for name, layer in tt_layers(posterior.template).items() if self.searching else ():
+            prefix = f"model.{name}.rank_state.log_lambda_"
+            bonds = [posterior.carried[f"{prefix}{bond}"] for bond in range(1, len(layer.cores))]
+            lambdas[name] = [u.exp().sort(dim=1, descending=True).values.mean(0).tolist() for u in bonds]
+        return {
+            "prior_weight": posterior.prior.current_weight if self.searching else 0.0,
+            "params": posterior.parameters_each,
+            "ranks": {name: list(chain) for name, chain in posterior.ranks.items()},
+            "lambdas": lambdas,
+            "particles": len(posterior),
+            "diagnostics": asdict(posterior.diagnostics()),
+        }
+
+    def evaluated(self) -> Posterior:
+        return self.posterior
+
+    def mend(self) -> list[str]:
+        posterior = self.posterior
+        sane = torch.stack([t.detach().view(len(posterior), -1).isfinite().all(1) for t in posterior.particles.values()])
+        broken = (~sane.all(0)).nonzero().flatten().tolist()
+        if not broken:
+            return []
+        if len(posterior) - len(broken) < posterior.method.fewest:
+            raise TrainingError(f"{len(broken)} of {len(posterior)} particles")
+        posterior.drop_(broken)
+        return [f"particles {broken} have weights that are not finite and were dropped; {len(posterior)} are left"]
+
+    def finish(self, inputs: Iterable[Tensor]) -> None:
+        """Batch norm's statistics anew, for the weights that the particles ended with."""
+        self.posterior.refresh_statistics(inputs)
+
+    def largest_layer(self) -> str:
+        sizes = {name: float(t.detach().abs().max()) for name, t in self.posterior.particles.items()}
+        return max(sizes, key=lambda name: sizes[name] if sizes[name] == sizes[name] else float("inf"))
+
+    def state(self) -> dict[str, Any]:
+        return {"searching": self.searching, "posterior": self.posterior.state_dict(), "own_ranks": self.own_ranks}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        saved = len(next(iter(state["posterior"]["method"]["particles"].values())))
+        if saved < len(self.posterior):  # some were dropped
+            self.posterior.drop_(range(saved, len(self.posterior)))
+        self.posterior.load_state_dict(state["posterior"])
+        self.own_ranks = state["own_ranks"]

@@ -1,0 +1,125 @@
+"""One network in training: a MAP point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain import tt
+from bayestrain.compact import CompactReport, compact_
+from bayestrain.errors import TrainingError
+from bayestrain.prior import RankPrior
+from bayestrain.sizes import count_parameters, ranks, tt_layers
+from bayestrain.train.config import FitConfig, PriorConfig
+from bayestrain.train.subject import Spectra, Subject, make_optimizer, make_prior
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Point(Subject):
+    """A tensorised network, its prior while ranks are sought, and the optimiser."""
+
+    def __init__(
+        self, model: nn.Module, config: FitConfig, prior: PriorConfig, loss: Loss, num_data: int, device: torch.device
+    ) -> None:
+        self.model = model.to(device)
+        self.config, self.loss, self.device = config, loss, device
+        steps = math.ceil(num_data / config.batch_size)
+        self.prior: RankPrior | None = make_prior(prior, model, num_data, steps)
+        self.optimizer = self._new_optimizer(config.lr)
+
+    @property
+    def searching(self) -> bool:  # type: ignore[override]
+        return self.prior is not None
+
+    def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
+        return make_optimizer(self.config, [p for p in self.model.parameters() if p.requires_grad], lr)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        self.model.train()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            outputs = self.model(x)
+        data = self.loss(outputs.float(), y)
+        prior = self.prior.loss() if self.prior is not None else torch.zeros_like(data)
+        (data + prior).backward()
+        if self.config.clip_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.prior is not None:
+            self.prior.step()
+        with torch.no_grad():
+            right = (outputs.argmax(1) == y).float().mean() if outputs.ndim == 2 else torch.zeros_like(data)
+            return torch.stack([data, prior, right])
+
+    def set_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def cut(self, tol: float) -> CompactReport:
+        return compact_(self.model, tol, "contribution", self.optimizer)
+
+    def round(self, tol: float) -> CompactReport:
+        report = compact_(self.model, tol)
+        self._end_search()
+        return report
+
+    def _end_search(self) -> None:
+        assert self.prior is not None
+        self.prior.remove_()
+        self.prior = None
+        self.optimizer = self._new_optimizer(self.config.finetune_lr)
+
+    def spectra(self) -> Spectra:
+        return {
+            name: [s.tolist() for s in tt.bond_spectra([core.detach().double() for core in layer.cores])]
+            for name, layer in tt_layers(self.model).items()
+        }
+
+    def describe(self) -> dict[str, Any]:
+        lambdas = self.prior.lambdas() if self.prior is not None else {}
+        return {
+            "prior_weight": self.prior.current_weight if self.prior is not None else 0.0,
+            "params": count_parameters(self.model),
+            "ranks": {name: list(chain) for name, chain in ranks(self.model).items()},
+            "lambdas": {name: [u.tolist() for u in bonds] for name, bonds in lambdas.items()},
+        }
+
+    def evaluated(self) -> nn.Module:
+        return self.model
+
+    def mend(self) -> list[str]:
+        if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
+            raise TrainingError("a weight")
+        return []
+
+    def finish(self, inputs: Iterable[Tensor]) -> None:
+        """Nothing: batch norm's running averages are those of one network that has come to rest."""
+
+    def largest_layer(self) -> str:
+        return max(tt_layers(self.model).items(), key=lambda item: _size(item[1]), default=("", None))[0]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "searching": self.searching,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "prior": self.prior.state_dict() if self.prior is not None else None,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if not state["searching"]:
+            self._end_search()
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.prior is not None:
+            self.prior.load_state_dict(state["prior"])
+
+
+def _size(layer: nn.Module) -> float:
+    size = max(float(p.detach().abs().max()) for p in layer.parameters())
+    return size if math.isfinite(size) else math.inf

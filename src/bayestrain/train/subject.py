@@ -1,0 +1,88 @@
+"""What the loop trains, seen from the loop: one network, or all particles of a posterior."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.compact import CompactReport
+from bayestrain.prior import RankPrior
+from bayestrain.train.config import FitConfig, PriorConfig
+
+Spectra = dict[str, list[list[float]]]
+"""Per layer and bond, singular values."""
+
+
+class Subject(ABC):
+    """Something that learns ranks while `searching`, then goes on with the ranks it found."""
+
+    searching: bool
+
+    @abstractmethod
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step; data loss, prior loss and the share of right answers, as a tensor of three."""
+
+    @abstractmethod
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate."""
+
+    @abstractmethod
+    def cut(self, tol: float) -> CompactReport:
+        """Cut ranks during training, keeping the optimiser's state."""
+
+    @abstractmethod
+    def round(self, tol: float) -> CompactReport:
+        """End of the search: the smallest ranks for the tolerance, no prior on ranks from here on, a fresh optimiser."""
+
+    @abstractmethod
+    def spectra(self) -> Spectra:
+        """Singular values of every bond, now."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Size, ranks, lambda and the prior's weight, for the history."""
+
+    @abstractmethod
+    def evaluated(self) -> Any:
+        """What an `evaluate` function is called with."""
+
+    @abstractmethod
+    def mend(self) -> list[str]:
+        """Called after each epoch: take out what is broken and say so; raise if nothing is left."""
+
+    @abstractmethod
+    def finish(self, inputs: Iterable[Tensor]) -> None:
+        """After the last step, with batches of training inputs as they went in."""
+
+    @abstractmethod
+    def largest_layer(self) -> str:
+        """The layer with the largest or broken cores, for an error message."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to the moment `state` was made."""
+
+
+def make_optimizer(config: FitConfig, parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
+    """The optimiser that the config names."""
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, lr, weight_decay=config.weight_decay)
+
+
+def make_prior(config: PriorConfig, model: nn.Module, num_data: int, steps_per_epoch: int) -> RankPrior:
+    """The prior that the config describes."""
+    return RankPrior(
+        model, num_data, a=config.a, b=config.b, weight=config.weight, update=config.update, floor=config.floor,
+        warmup_steps=round(config.warmup_epochs * steps_per_epoch), other_variance=config.other_variance,
+        align_every=config.align_every,
+    )  # fmt: skip
