@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, browser, need_browser
+from test_report_posterior import posterior_run
 from test_report_runs import deep_run, train_run
 
 from bayestrain.report import write_report
@@ -24,11 +25,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("runs")
     runs = [train_run(base / f"mini{seed}", images=1500, seed=seed) for seed in (0, 1)]
     deep = deep_run(base / "deep", epochs=20)
+    posterior = posterior_run(tmp_path_factory.getbasetemp())
     return {
         "run": write_report(runs[0]),
         "deep": write_report(deep),
         "seeds": write_report(runs, base / "seeds.html"),
         "mixed": write_report([*runs, deep], base / "mixed.html"),
+        "posterior": write_report(posterior),
+        "posteriors": write_report([posterior, posterior / "map"], base / "posteriors.html"),
     }
 
 
@@ -52,7 +56,7 @@ return [...document.querySelectorAll('svg[data-plot]')].map(svg => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("name", ["run", "deep", "seeds", "mixed"])
+@pytest.mark.parametrize("name", ["run", "deep", "seeds", "mixed", "posterior", "posteriors"])
 def test_page(chromium: Browser, pages: dict[str, Path], name: str, size: tuple[int, int], scheme: str) -> None:
     chromium.open(pages[name], *size, scheme)
     assert chromium.requests() == [pages[name].resolve().as_uri()]
@@ -73,7 +77,7 @@ def test_page(chromium: Browser, pages: dict[str, Path], name: str, size: tuple[
         assert plot["overflow"] == [], plot
 
     images = chromium.script("return [...document.images].map(i => [i.complete, i.naturalWidth, i.width, i.alt])")
-    assert len(images) == (24 if name in ("run", "deep") else 0)
+    assert len(images) == {"run": 24, "deep": 24, "posterior": 34}.get(name, 0)
     assert all(complete and natural > 0 and shown >= 64 and alt for complete, natural, shown, alt in images)
 
 

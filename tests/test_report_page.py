@@ -15,12 +15,13 @@ from test_report_runs import copy_of, deep_run, train_run
 from bayestrain import TTConv2d, TTLinear, tt
 from bayestrain.errors import ReportError
 from bayestrain.report import write_report
-from bayestrain.report.compare import seed_groups, spread
+from bayestrain.report.compare import seed_groups
 from bayestrain.report.figures.certainty import BINS, reliability_bins
+from bayestrain.report.headline import headline
 from bayestrain.report.load import load_run
-from bayestrain.report.page import headline
 from bayestrain.report.palette import DARK, LIGHT
 from bayestrain.report.run import Evaluation, Spectra
+from bayestrain.report.table import spread
 from bayestrain.report.tolerance import core_parameters, kept_rank, parameters_at, plateau, ranks_at
 from bayestrain.report.words import count, duration, percent, power, ratio, short_count, short_name, signed
 
@@ -196,6 +197,7 @@ def test_seeds_of_one_experiment_have_a_mean(trained: Path, tmp_path: Path) -> N
     path = write_report(folders, tmp_path / "seeds.html")
     assert set(parsed(path).plots) == {"scatter", "paths-size", "paths-accuracy", "rank-dots-1"}
     html = path.read_text(encoding="utf-8")
+    assert "The 3 seeds agree on the ranks: on 4 of 4 bonds" in html
     assert "mean ± sd of 3 seeds" in html
     assert f"{100 * first + 1:.2f} ± 1.00 %" in html
 
@@ -226,7 +228,7 @@ def test_colours_stand_out(colours: dict[str, str]) -> None:
         light, dark = sorted((luminance(a), luminance(b)), reverse=True)
         return (light + 0.05) / (dark + 0.05)
 
-    text = ("ink", "muted", "kept", "paper", *(f"c{k}" for k in range(1, 7)))
+    text = ("ink", "muted", "kept", "paper", "warn", "map", "ood", *(f"c{k}" for k in range(1, 7)))
     assert min(contrast(colours[name], colours["card"]) for name in text) >= 4.5
     assert min(contrast(colours[name], colours["page"]) for name in ("ink", "muted")) >= 4.5
     assert contrast(colours["cut"], colours["card"]) >= 3

@@ -15,17 +15,17 @@ from test_report_runs import deep_run
 from typer.testing import CliRunner
 
 from bayestrain.cli.app import app
-from bayestrain.errors import ReportError
 from bayestrain.report import write_report
 from bayestrain.report.agreement import agreement_sentence, within_one
 from bayestrain.report.figures.certainty import at_share, rejection_curve
 from bayestrain.report.figures.density import mass_levels
 from bayestrain.report.figures.uncertainty import bin_edges, uncertainty_groups
+from bayestrain.report.findings import certainty_findings
 from bayestrain.report.headline import headline, verdict
 from bayestrain.report.load import load_run
 from bayestrain.report.pictures import doubts
 from bayestrain.report.run import Evaluation, no_images
-from bayestrain.report.words import area, method, percent, signed
+from bayestrain.report.words import area, method, percent, short, signed
 
 TINY = (
     "fit.epochs=2", "fit.finetune_epochs=1", "fit.batch_size=500", "fit.lr=0.02", "fit.round_tol=0.1",
@@ -52,6 +52,11 @@ def posterior_run(base: Path) -> Path:
 @pytest.fixture(scope="session")
 def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return posterior_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def page(posterior: Path) -> Path:
+    return write_report(posterior)
 
 
 def copy(run: Path, into: Path, *without: str) -> Path:
@@ -81,37 +86,11 @@ def densities(plots: list[str]) -> set[str]:
     return {name for name in plots if name.startswith("density-")}
 
 
-def test_all_of_a_posterior_is_read(posterior: Path) -> None:
-    run = load_run(posterior)
-    result = json.loads((posterior / "result.json").read_text())["posterior"]
-    assert run.posterior is not None
-    assert (run.posterior.method, run.posterior.particles, run.posterior.start) == ("svgd", 3, "independent")
-    assert run.posterior.mean_log_likelihood == result["mean_log_likelihood"]
-    assert list(run.posterior.accuracies) == result["particle_accuracy"]
-    assert run.posterior.within_one is not None
-    within, bonds = run.posterior.within_one
-    assert (within / bonds, bonds) == (result["within_one_rank"], result["bonds"])
-    assert run.ood is not None
-    assert (run.ood.name, run.ood.auroc) == ("shuffled patches", result["ood"]["auroc"])
-    assert run.map is not None
-    assert run.map.evaluation is not None
-    assert run.map.scores.accuracy == run.map.evaluation.right.mean() == result["map"]["accuracy"]
-    evaluation = run.evaluation
-    assert evaluation is not None
-    assert evaluation.particles is not None
-    assert evaluation.uncertainty is not None
-    assert evaluation.particles.mean(0) == pytest.approx(evaluation.probabilities[evaluation.hardest], abs=1e-6)
-    assert evaluation.entropy == pytest.approx(evaluation.uncertainty.total, abs=1e-5)
-    assert [r.diagnostics is not None and r.diagnostics.disagreement is not None for r in run.history] == [True] * 4
-    assert run.missing == ()
-
-
-def test_a_posterior_has_its_own_sections(posterior: Path, tmp_path: Path) -> None:
-    path = write_report(posterior, tmp_path / "report.html")
-    plots = parsed(path).plots
+def test_a_posterior_has_its_own_sections(posterior: Path, page: Path) -> None:
+    plots = parsed(page).plots
     assert set(plots) - densities(plots) == EXPECTED | OF_PARTICLES
     assert len(densities(plots)) == 9
-    html = plain(path)
+    html = plain(page)
     run = load_run(posterior)
     assert run.posterior is not None
     assert "A posterior of 3 particles by SVGD. Each particle kept" in html
@@ -123,15 +102,17 @@ def test_a_posterior_has_its_own_sections(posterior: Path, tmp_path: Path) -> No
     assert gain >= 0
     assert f"answering together gains {gain:.3f}" in html
     assert not re.search(r":\s*#[0-9a-f]{6}", "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL)))
-    assert path.stat().st_size < 1_000_000
+    assert "log of the particles’ mean probability" in html
+    assert "in each of 3 particles" in html
+    assert page.stat().st_size < 1_000_000
 
 
-def test_auroc_is_the_share_of_pairs_in_order(posterior: Path, tmp_path: Path) -> None:
+def test_auroc_is_the_share_of_pairs_in_order(posterior: Path, page: Path) -> None:
     run = load_run(posterior)
     assert run.evaluation is not None
     assert run.evaluation.uncertainty is not None
     assert run.ood is not None
-    html = plain(write_report(posterior, tmp_path / "report.html"))
+    html = plain(page)
 
     def pairs(inside: Any, outside: Any) -> float:
         above = outside[:, None] > inside[None]
@@ -162,16 +143,18 @@ def test_bins_of_zeros_are_bins_all_the_same() -> None:
     assert (np.diff(edges) > 0).all()
 
 
-def test_a_posterior_of_perfect_answers_has_a_page(posterior: Path, tmp_path: Path) -> None:
+def test_a_posterior_of_perfect_answers_has_no_errors_to_find(posterior: Path, tmp_path: Path) -> None:
     folder = copy(posterior, tmp_path / "run", "map")
 
     def perfect(tensors: dict[str, Any]) -> None:
         tensors["labels"] = tensors["probabilities"].argmax(1).astype(np.int64)
 
     change_tensors(folder / "evaluation.safetensors", perfect)
-    html = plain(write_report(folder))
-    assert "errors from the rest" not in html
-    assert "uncertainty-total" in html
+    run = load_run(folder)
+    assert [name for name, _, _ in uncertainty_groups(run, "total")] == ["right", "shuffled patches"]
+    assert [sentence.split(":")[0] for sentence in certainty_findings(run)] == [
+        "AUROC for telling shuffled patches from the test images"
+    ]
 
 
 def test_the_headline_compares_with_map_and_the_paper(posterior: Path, tmp_path: Path) -> None:
@@ -187,60 +170,9 @@ def test_the_headline_compares_with_map_and_the_paper(posterior: Path, tmp_path:
     assert (alone.value, alone.paper, alone.verdict) == (signed(run.posterior.mean_log_likelihood), "−0.106", "worse")
     assert cards["Test accuracy"].map == percent(run.map.scores.accuracy)
     assert cards["Out-of-distribution AUROC"].map == area(run.map.ood_auroc)
-    html = plain(write_report(folder))
-    assert "log of the particles’ mean probability" in html
-    assert "in each of 3 particles" in html
     assert verdict(1.0, 2.0, smaller_is_better=True) == "better"
     assert verdict(1.0, 2.0) == "worse"
     assert verdict(1.0, None) == verdict(1.0, 1.0) == ""
-
-
-def test_without_map_and_other_data_these_parts_are_left_out(posterior: Path, tmp_path: Path) -> None:
-    folder = copy(posterior, tmp_path / "run", "map")
-    change(folder, lambda result: result["posterior"].update(map=None, ood=None))
-
-    def no_ood(tensors: dict[str, Any]) -> None:
-        for name in [name for name in tensors if name.startswith("ood_")]:
-            del tensors[name]
-
-    change_tensors(folder / "evaluation.safetensors", no_ood)
-    path = write_report(folder)
-    plots = parsed(path).plots
-    assert set(plots) - densities(plots) == EXPECTED | OF_PARTICLES
-    html = plain(path).partition("For the record")[0]
-    assert "MAP" not in html
-    assert "Brier score" in html
-    assert "Images it was not made for" not in html
-
-
-def test_a_run_that_lacks_the_particles_predictions_says_so(posterior: Path, tmp_path: Path) -> None:
-    folder = copy(posterior, tmp_path / "run")
-
-    def bare(tensors: dict[str, Any]) -> None:
-        for name in [name for name in tensors if name not in ("probabilities", "labels", "hardest", "hardest_images")]:
-            del tensors[name]
-
-    change_tensors(folder / "evaluation.safetensors", bare)
-    path = write_report(folder)
-    plots = parsed(path).plots
-    assert not densities(plots)
-    assert "uncertainty-total" not in plots
-    assert "The 24 most uncertain test images" in plain(path)
-    assert "the kinds of uncertainty (no total, aleatoric and epistemic in evaluation.safetensors)" in plain(path)
-
-
-def test_an_interrupted_posterior_has_a_page(posterior: Path, tmp_path: Path) -> None:
-    late = ("result.json", "spectra.json", "evaluation.safetensors", "model.json")
-    path = write_report(copy(posterior, tmp_path / "run", *late))
-    assert {"particle-number", "particle-distance", "mixture-gain", "lambda-1"} <= set(parsed(path).plots)
-    assert "A posterior of 3 particles by SVGD. Up to epoch 3 of 3 each particle has shrunk to" in plain(path)
-
-
-def test_a_posterior_whose_map_run_has_only_begun_is_told(posterior: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    copy(posterior / "map", tmp_path / "run" / "map", "result.json")
-    with pytest.raises(ReportError, match=rf"Only its MAP run has begun: give {tmp_path / 'run' / 'map'} to see that"):
-        load_run(tmp_path / "run")
 
 
 def test_the_map_run_is_a_run_of_its_own(posterior: Path, tmp_path: Path) -> None:
@@ -251,70 +183,6 @@ def test_the_map_run_is_a_run_of_its_own(posterior: Path, tmp_path: Path) -> Non
     html = plain(path)
     assert "telling shuffled patches from the test images" in html
     assert "posterior" not in html.partition("For the record")[0].lower().partition("<body>")[2]
-
-
-def test_warnings_stand_at_the_top_and_are_escaped(posterior: Path, tmp_path: Path) -> None:
-    folder = copy(posterior, tmp_path / "run")
-    change(folder, lambda result: result["posterior"].update(warnings=["All <b>are</b> one. Start them apart."]))
-    html = plain(write_report(folder))
-    assert '<p class="notice">All &lt;b&gt;are&lt;/b&gt; one. Start them apart.</p>' in html
-
-
-def broken(**changes: object) -> Callable[[dict[str, Any]], None]:
-    return lambda result: result["posterior"].update(changes)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda result: result.update(posterior=[1]), r'"posterior" is malformed'),
-        (broken(particles=None), r"it has no number of 'particles'"),
-        (broken(particles=4), r"'particle_accuracy' has 3 values for 4 particles.*Set it to null"),
-        (broken(mean_log_likelihood="low"), r"'mean_log_likelihood' must be a number, not 'low'"),
-        (broken(own_ranks={"1": [3]}), r'"posterior" is malformed'),
-        (broken(own_ranks={"1": [[]]}), r"a bond without ranks"),
-        (broken(ood={"auroc": "high"}), r'"ood" of "posterior" is malformed .* Set it to null'),
-        (broken(map={"accuracy": "high"}), r"the figures of its MAP run are malformed"),
-    ],
-)
-def test_a_damaged_posterior_is_named(posterior: Path, tmp_path: Path, edit: Any, message: str) -> None:
-    folder = change(copy(posterior, tmp_path / "run"), edit)
-    with pytest.raises(ReportError, match=message):
-        load_run(folder)
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "value", "message"),
-    [
-        ("evaluation", "total", np.zeros((5, 1)), r"total, aleatoric, epistemic have shapes"),
-        ("evaluation", "hardest_particle_probabilities", np.zeros((3, 2, 10)), r"must be \(particles, 24, 10\)"),
-        ("evaluation", "hardest_particle_probabilities", np.full((3, 24, 10), 0.3), r"rows that sum to 3 instead of 1"),
-        ("evaluation", "ood_images", np.zeros((2, 3), np.uint8), r"ood_images of shape \(2, 3\)"),
-        ("map/evaluation", "labels", np.zeros(2000, np.int64), r"other labels than the run itself.*Delete"),
-    ],
-)
-def test_damaged_predictions_are_named(
-    posterior: Path, tmp_path: Path, file: str, name: str, value: Any, message: str
-) -> None:
-    folder = copy(posterior, tmp_path / "run")
-    change_tensors(folder / f"{file}.safetensors", lambda tensors: tensors.update({name: value}))
-    with pytest.raises(ReportError, match=message):
-        load_run(folder)
-
-
-def test_a_particle_that_is_not_finite_is_left_out(posterior: Path, tmp_path: Path) -> None:
-    folder = copy(posterior, tmp_path / "run")
-
-    def spoil(tensors: dict[str, Any]) -> None:
-        tensors["hardest_particle_probabilities"][1] = np.nan
-        tensors["epistemic"][0] = np.nan
-
-    change_tensors(folder / "evaluation.safetensors", spoil)
-    change(folder, lambda result: result["posterior"]["particle_log_likelihood"].__setitem__(1, float("nan")))
-    plots = parsed(write_report(folder)).plots
-    assert len(densities(plots)) == 9
-    assert "particle-scores" in plots
-    assert "uncertainty-epistemic" not in plots
 
 
 def test_the_images_shown_are_those_the_particles_disagree_on(posterior: Path) -> None:
@@ -363,17 +231,21 @@ def test_agreement_on_ranks_that_nobody_cut_is_no_merit() -> None:
     assert within_one([(3, 4, 4), (2, 4), (5,)]) == (2, 3)
 
 
-def test_particles_that_do_not_agree_are_told_plainly(posterior: Path, tmp_path: Path) -> None:
+def test_particles_that_do_not_agree_are_told_plainly_and_warnings_stand_at_the_top(
+    posterior: Path, tmp_path: Path
+) -> None:
     folder = copy(posterior, tmp_path / "run")
     wide = {"1": [[2, 5, 8], [3, 3, 4], [1, 4, 4]], "3": [[6, 6, 6]]}
-    change(folder, lambda result: result["posterior"].update(own_ranks=wide))
+    warning = "All <b>are</b> one. Start them apart."
+    change(folder, lambda result: result["posterior"].update(own_ranks=wide, warnings=[warning]))
     html = plain(write_report(folder))
+    assert '<p class="notice">All &lt;b&gt;are&lt;/b&gt; one. Start them apart.</p>' in html
     assert "The particles do not agree on the ranks: on only 2 of 4 bonds (50 %) do their own ranks lie within" in html
     assert "layer 1, bond 1: 1 particle of rank 8" in html
 
 
 def test_a_deep_network_has_one_figure_of_all_spreads(tmp_path: Path) -> None:
-    folder = deep_run(tmp_path / "deep", epochs=2)
+    folder = deep_run(tmp_path / "deep", epochs=2, layers=8)
     ranks = json.loads((folder / "result.json").read_text())["ranks"]
     own = {name: [[rank, rank + 3 * (k == 0)] for k, rank in enumerate(chain[1:-1])] for name, chain in ranks.items()}
     about = {"method": "ensemble", "particles": 2, "own_ranks": own, "particle_accuracy": [0.8, 0.9]}
@@ -382,8 +254,8 @@ def test_a_deep_network_has_one_figure_of_all_spreads(tmp_path: Path) -> None:
     assert {"own-ranks", "particle-scores"} <= set(parsed(path).plots)
     html = plain(path)
     assert "A posterior of 2 particles by deep ensemble." in html
-    assert "213 of 284 bonds (75 %)" in html
-    assert "71 bonds on which the own ranks differ by 3" in html
+    assert "24 of 32 bonds (75 %)" in html
+    assert "8 bonds on which the own ranks differ by 3" in html
 
 
 def test_posteriors_and_networks_are_compared(posterior: Path, tmp_path: Path) -> None:
@@ -422,5 +294,6 @@ def test_the_papers_likelihood_stands_beside_the_particles_mean(posterior: Path,
 
 
 def test_words_for_posteriors() -> None:
+    assert [short(value) for value in (1108.2, -0.17564, 3)] == ["1,108", "−0.176", "3"]
     assert [method(name) for name in ("svgd", "sgld", "ensemble", "own")] == ["SVGD", "SGLD", "deep ensemble", "own"]
     assert [area(value) for value in (0.5, 0.98251, 0.99951, 1.0, None)] == ["0.500", "0.983", "0.99951", "1.000", "–"]

@@ -75,7 +75,7 @@ def save_posterior(posterior: ParticleModel, folder: Path, about: Mapping[str, A
     likelihood = posterior.joint.likelihood
     known: dict[str, Any] | None = None
     if isinstance(likelihood, Classification):
-        known = {"kind": "classification"}
+        known = {"kind": "classification", "temperature": likelihood.temperature}
     elif isinstance(likelihood, Regression):
         known = {"kind": "regression", "noise": likelihood.noise}
     text = _description(posterior.template, {**about, "particles": len(posterior), "likelihood": known})
@@ -132,7 +132,7 @@ def load_posterior(
 
 def _likelihood(folder: Path, about: Mapping[str, Any] | None) -> Likelihood:
     if about is not None and about.get("kind") == "classification":
-        return Classification()
+        return Classification(about.get("temperature", 1.0))
     if about is not None and about.get("kind") == "regression":
         return Regression(about.get("noise"))
     raise ConfigError(

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
 from bayestrain.posterior.joint import Joint
-from bayestrain.predict import Prediction
+from bayestrain.predict import Classification, Prediction, fit_temperature
 from bayestrain.sizes import count_parameters, ranks
 
 
@@ -75,6 +75,17 @@ class ParticleModel:
             chunk: particles at a time; all if None.
         """
         return self.joint.likelihood.prediction(self._all(x, batch_size, chunk, "describe"))
+
+    def calibrate_(self, x: Tensor, labels: Tensor, batch_size: int = 1000, chunk: int | None = None) -> float:
+        """Find the temperature with which the particles together predict these held-out data best, and keep it.
+
+        For classification only. Training afterwards would use it too: call this last.
+        """
+        likelihood = self.joint.likelihood
+        if not isinstance(likelihood, Classification):
+            raise ConfigError(f"Only a Classification has a temperature, not {type(likelihood).__name__}.")
+        likelihood.temperature = fit_temperature(self.outputs(x, batch_size, chunk), labels)
+        return likelihood.temperature
 
     @torch.no_grad()
     def _all(self, x: Tensor, batch_size: int, chunk: int | None, what: str) -> dict[str, Tensor]:

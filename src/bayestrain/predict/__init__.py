@@ -1,5 +1,6 @@
 """What a posterior says about data: tensors of its particles in, predictions and their uncertainty out."""
 
+from bayestrain.predict.calibration import fit_temperature
 from bayestrain.predict.classification import ClassPrediction
 from bayestrain.predict.density import JointDensity
 from bayestrain.predict.likelihoods import Classification, Likelihood, Regression, check_log_prob
@@ -20,5 +21,6 @@ __all__ = [
     "auroc",
     "check_log_prob",
     "classification_metrics",
+    "fit_temperature",
     "risk_coverage",
 ]

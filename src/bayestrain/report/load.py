@@ -165,6 +165,8 @@ def _spectra(path: Path) -> Spectra | None:
     content = read_json(path)
     if content is None:
         return None
+    if not content:  # the ranks were given, nothing was cut
+        return Spectra(0.0, {}, {})
     try:
         layers = content["layers"]
         bonds = {name: [[float(v) for v in bond] for bond in about["bonds"]] for name, about in layers.items()}
@@ -176,7 +178,7 @@ def _spectra(path: Path) -> Spectra | None:
             if len(ranks) != len(bonds[name]):
                 raise ValueError(f"layer {name!r} has {len(bonds[name])} bonds but {len(ranks)} ranks")
         earlier = {name: about["earlier"] for name, about in layers.items() if "earlier" in about}
-        return Spectra(float(content["tol"]), bonds, cut, earlier) if bonds else None
+        return Spectra(float(content["tol"]), bonds, cut, earlier)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
             f"{path} is malformed ({error!r}). Delete it to leave the spectra out of the report."
@@ -194,7 +196,10 @@ def _config(path: Path) -> tuple[str, Json]:
 
 
 def _total_epochs(config: Json) -> int | None:
-    fit = config.get("fit", {})
+    fit, posterior = config.get("fit", {}), config.get("posterior", {})
+    if posterior.get("particles") and posterior.get("start") == "jitter":  # only epochs around the MAP point
+        jittered = posterior.get("jitter_epochs")
+        return jittered if isinstance(jittered, int) else None
     epochs = fit.get("epochs")
     return int(epochs) + int(fit.get("finetune_epochs", 0)) if isinstance(epochs, int) else None
 

@@ -80,6 +80,9 @@ def _sections(run: Run) -> list[Section]:
     else:
         way, cut = [curves, paths, lambdas], [spectra, tolerances]
     mean = " Shown are the particles’ means." if run.posterior else ""
+    particles = [score_plot(run) + own_rank_plot(run), gain_plot(run) + diagnostic_plots(run)]
+    if len(particles[0]) == 1:  # it would stand alone on its row
+        particles = [particles[0] + particles[1]]
     sections = [
         Section(
             "left",
@@ -108,7 +111,7 @@ def _sections(run: Run) -> list[Section]:
             "The particles",
             "Each particle is a network of its own; all have the same ranks. A posterior is worth its cost when they "
             "differ, and when they are better together than alone.",
-            [score_plot(run) + own_rank_plot(run), gain_plot(run) + diagnostic_plots(run)],
+            particles,
             tuple(particle_findings(run)),
         ),
     ]

@@ -54,6 +54,11 @@ def size(value: float | None) -> str:
     return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
+def short(value: float, _position: object = None) -> str:
+    """Any number in three digits or its whole part: 1108.2 -> "1,108"."""
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}").replace("-", "−")
+
+
 def power(value: float, _position: object = None) -> str:
     """Tick of a logarithmic axis: 0.001 -> "10⁻³"."""
     if value <= 0:

@@ -137,6 +137,7 @@ class PosteriorConfig(Section):
     jitter: float = setting("distance from the MAP point, relative to each tensor's size; jitter only", 1e-2, above=0)
     jitter_epochs: int = setting("epochs around the MAP point; jitter only", 12, at_least=1)
     chunk: int = setting("particles that go through the network at once; 0: by the memory there is", 0, at_least=0)
+    calibrate: bool = setting("find the particles' common temperature on the held-out images", True)
     compare_map: bool = setting("train the MAP point with the same settings too, to compare with", True)
     outside: str = setting("images unlike the training data, to test the uncertainty on", "none", choices=OUTSIDE)
 
@@ -167,6 +168,11 @@ class RunConfig:
         if self.posterior.particles == 1:
             raise ConfigError(
                 "posterior.particles is 1, but a posterior needs at least 2 particles. Use 0 for a single point (MAP)."
+            )
+        if self.posterior.particles and self.posterior.calibrate and not self.data.validation_fraction:
+            raise ConfigError(
+                "posterior.calibrate needs images held out from training, but data.validation_fraction is 0. "
+                "Hold some out, for example 0.05, or set posterior.calibrate=false."
             )
         outside = self.posterior.outside
         if outside in IMAGES and IMAGES[outside] != takes:

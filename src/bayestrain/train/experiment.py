@@ -18,6 +18,7 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
 from bayestrain.posterior import around, independent
+from bayestrain.predict import fit_temperature
 from bayestrain.saved import load_model
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
@@ -25,7 +26,7 @@ from bayestrain.train.checkpoint import LAST
 from bayestrain.train.config import DataConfig, FitConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.loop import fit, fit_posterior
-from bayestrain.train.metrics import evaluator, measured, predict
+from bayestrain.train.metrics import at_temperature, evaluator, measured, outputs, predict, temperature
 from bayestrain.train.outcome import Outcome, posterior_summary, write_outcome
 from bayestrain.train.outside import outside_images
 from bayestrain.train.progress import Progress, Unfinished
@@ -117,9 +118,15 @@ def _run(
     else:
         fitted = fit(model, train, evaluate, settings, **options)
 
-    prediction = predict(network, splits.test.to(place), splits.normalize, place)
+    suited = 1.0
+    if validation is not None:
+        suited = fit_temperature(outputs(network, validation, splits.normalize, place), validation.labels)
+    if config.posterior.particles and config.posterior.calibrate:
+        network.joint.likelihood.temperature = suited
+    logits = outputs(network, splits.test.to(place), splits.normalize, place)
+    prediction = at_temperature(logits, temperature(network))
     beyond = None if strange is None else predict(network, strange.to(place), splits.normalize, place)
-    outcome = Outcome(splits, network, fitted, prediction, strange, beyond)
+    outcome = Outcome(splits, network, fitted, logits, prediction, suited, strange, beyond)
     now = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
     metrics = measured(prediction, splits.test.labels)
     summary = {

@@ -15,23 +15,39 @@ Transform = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def predict(
+def outputs(
     network: nn.Module | ParticleModel,
     images: Images,
     transform: Transform,
     device: torch.device | str,
     batch_size: int = 1000,
-) -> ClassPrediction:
-    """Class probabilities on the CPU, in double precision, in evaluation mode; a network counts as one particle."""
+) -> Tensor:
+    """Logits ``(particles, N, classes)`` on the CPU, in evaluation mode; a network counts as one particle."""
     batches = (transform(x) for x, _ in images.batches(batch_size, shuffle=False, device=device))
     if isinstance(network, ParticleModel):
-        outputs = [network.outputs(x, batch_size).cpu() for x in batches]
-    else:
-        was_training = network.training
-        network.eval()
-        outputs = [network(x).cpu()[None] for x in batches]
-        network.train(was_training)
-    return ClassPrediction(torch.cat(outputs, dim=1).double().softmax(2))
+        return torch.cat([network.outputs(x, batch_size).cpu() for x in batches], dim=1)
+    was_training = network.training
+    network.eval()
+    found = [network(x).cpu()[None] for x in batches]
+    network.train(was_training)
+    return torch.cat(found, dim=1)
+
+
+def predict(
+    network: nn.Module | ParticleModel, images: Images, transform: Transform, device: torch.device | str
+) -> ClassPrediction:
+    """Class probabilities on the CPU, in double precision; at a posterior's own temperature."""
+    return at_temperature(outputs(network, images, transform, device), temperature(network))
+
+
+def at_temperature(logits: Tensor, value: float) -> ClassPrediction:
+    """What logits ``(particles, N, classes)`` say when divided by a temperature."""
+    return ClassPrediction((logits.double() / value).softmax(2))
+
+
+def temperature(network: nn.Module | ParticleModel) -> float:
+    """A posterior's temperature; that of a network is 1."""
+    return float(getattr(network.joint.likelihood, "temperature", 1.0)) if isinstance(network, ParticleModel) else 1.0
 
 
 def measured(prediction: ClassPrediction, labels: Tensor) -> dict[str, float]:

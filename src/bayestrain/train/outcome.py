@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bayestrain.data import Images, Splits
 from bayestrain.files import write_atomically, write_json
@@ -18,6 +18,7 @@ from bayestrain.predict import ClassPrediction
 from bayestrain.saved import save_model, save_posterior
 from bayestrain.train.config import RunConfig
 from bayestrain.train.loop import FitResult
+from bayestrain.train.metrics import at_temperature, measured, temperature
 from bayestrain.train.outside import told_apart
 
 HARDEST = 24
@@ -35,12 +36,17 @@ DISAGREEMENT = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of training, on the test images and on outside ones."""
+    """What came out of training, on the test images and on outside ones.
+
+    `temperature` is the one that the held-out images ask for; `prediction` has it if the config wants it.
+    """
 
     splits: Splits
     network: nn.Module | Posterior
     fitted: FitResult
+    logits: Tensor
     prediction: ClassPrediction
+    temperature: float
     outside: Images | None
     beyond: ClassPrediction | None
 
@@ -53,9 +59,16 @@ def posterior_summary(
     ood = None
     if outcome.beyond is not None:
         ood = told_apart(settings.outside, prediction, outcome.beyond)
+    labels = outcome.splits.test.labels
+    compared = {
+        "temperature": temperature(outcome.network),
+        "uncalibrated": measured(at_temperature(outcome.logits, 1.0), labels),
+        "calibrated": {"temperature": outcome.temperature}
+        | measured(at_temperature(outcome.logits, outcome.temperature), labels),
+    }
     if not isinstance(outcome.network, Posterior):
-        return None if ood is None else {"method": "map", "particles": 1, "ood": ood}
-    posterior, labels = outcome.network, outcome.splits.test.labels
+        return None if ood is None else {"method": "map", "particles": 1, "ood": ood, **compared}
+    posterior = outcome.network
     generator = torch.Generator(posterior.device).manual_seed(config.experiment.seed)
     batches = train.batches(
         config.fit.batch_size, shuffle=True, generator=torch.Generator().manual_seed(config.experiment.seed),
@@ -82,6 +95,7 @@ def posterior_summary(
         "bonds": len(spreads),
         "diagnostics": diagnostics,
         "warnings": warnings_of(len(posterior), settings.particles, diagnostics),
+        **compared,
         "ood": ood,
         "map": _map_figures(map_folder),
     }  # fmt: skip
@@ -110,8 +124,9 @@ def _map_figures(folder: Path) -> dict[str, Any] | None:
         return None
     result = json.loads((folder / "result.json").read_text())
     figures = {key: result[key] for key in ("accuracy", "log_likelihood", "ece", "brier", "params", "seconds")}
-    ood = (result.get("posterior") or {}).get("ood")
-    return {**figures, "ood_auroc": None if ood is None else ood["auroc"]}
+    more = result.get("posterior") or {}
+    ood = more.get("ood")
+    return {**figures, "ood_auroc": None if ood is None else ood["auroc"], "calibrated": more.get("calibrated")}
 
 
 def write_outcome(out: Path, config: RunConfig, outcome: Outcome, summary: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ def rejection_curve(evaluation: Evaluation) -> NDArray[np.float64]:
 
 def at_share(accuracy: NDArray[np.float64], share: float) -> float:
     """Accuracy on the surest `share` of the images."""
-    return float(accuracy[max(int(share * len(accuracy)), 1) - 1])
+    return float(accuracy[max(round(share * len(accuracy)), 1) - 1])
 
 
 def rejection_plot(run: Run) -> list[Plot]:

@@ -12,7 +12,7 @@ from bayestrain.report.figures.marks import end_labels, finetune, stacked_height
 from bayestrain.report.palette import LIGHT
 from bayestrain.report.run import Run
 from bayestrain.report.svg import Plot, drawing, inline, tip
-from bayestrain.report.words import percent, signed
+from bayestrain.report.words import percent, short, signed
 
 LANES = 5
 DASHED = (0, (3, 2))
@@ -39,7 +39,7 @@ def score_plot(run: Run) -> list[Plot]:
     strips = [
         Strip("test accuracy / %", percent, lambda value: f"{100 * value:.4g}", posterior.accuracies, ours.accuracy,
               other.accuracy if other else None),
-        Strip("log likelihood per test image", signed, lambda value: f"{value:.3g}".replace("-", "−"),
+        Strip("log likelihood per test image", signed, short,
               posterior.log_likelihoods, ours.log_likelihood, other.log_likelihood if other else None),
     ]  # fmt: skip
     strips = [strip for strip in strips if sum(value is not None for value in strip.particles) > 1]
@@ -115,7 +115,7 @@ def gain_plot(run: Run) -> list[Plot]:
         axes.plot(epochs, alone, color=LIGHT["muted"], linestyle=DASHED, linewidth=1.4)
         axes.plot(epochs, together, color=LIGHT["kept"])
         _epochs(axes, run)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("-", "−")))
+        axes.yaxis.set_major_formatter(FuncFormatter(short))
         axes.set_ylabel("log likelihood per image")
         finetune(axes, run.finetune_start)
         ends = [(together[-1], "posterior", LIGHT["kept"]), (alone[-1], "particles", LIGHT["muted"])]
@@ -174,12 +174,12 @@ def _diagnostics(run: Run, panels: Panels) -> list[Plot]:
     if not particles or not paths:
         return []
     describe = f"{panels.title} Over the epochs. " + " ".join(
-        f"{title}: from {path[0][1]:.3g} to {path[-1][1]:.3g}." for title, path in paths.items()
+        f"{title}: from {short(path[0][1])} to {short(path[-1][1])}." for title, path in paths.items()
     )
     with drawing(stacked_height(len(paths)), len(paths), sharex=True) as (figure, all_axes):
         for axes, (title, path) in zip(all_axes, paths.items(), strict=True):
             values = [value for _, value in path]
-            text = f"{title}: {values[-1]:.3g}"
+            text = f"{title}: {short(values[-1])}"
             if title == FIGURES[0].names["effective_particles"]:
                 text += f" of {particles}"
                 axes.axhline(particles, color=LIGHT["cut"], linewidth=1, linestyle=DASHED)
@@ -189,7 +189,7 @@ def _diagnostics(run: Run, panels: Panels) -> list[Plot]:
             axes.set_ylim(0.0 if min(values) >= 0 else min(values) - room, max(values) + room)
             axes.set_title(text, fontsize=9, pad=3)
             axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("-", "−")))
+            axes.yaxis.set_major_formatter(FuncFormatter(short))
         _epochs(all_axes[-1], run)
         for axes in all_axes:
             finetune(axes, run.finetune_start, label=axes is all_axes[0])
