@@ -108,7 +108,9 @@ def compare(n: int, rank: int, size: int, device: str, repeats: int) -> dict[str
         for _ in range(3):
             together.step(x, y)
             loop.step(x, y)
-        exact.append(max(float((together.particles[f"model.{k}"].detach() - t).abs().max()) for k, t in loop.stacked.items()))
+        exact.append(
+            max(float((together.particles[f"model.{k}"].detach() - t).abs().max()) for k, t in loop.stacked.items())
+        )
     assert exact[0] < 1e-10, f"the two ways differ by {exact[0]}"
     times: dict[str, list[float]] = {"together": [], "loop": []}
     for _ in range(repeats):

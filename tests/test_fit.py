@@ -120,9 +120,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_diagnosis(tmp_path: Path) -> Non
         value = nn.functional.cross_entropy(outputs, labels)
         return value * math.nan if calls == 25 else value
 
-    with pytest.raises(
-        TrainingError, match=r"not finite at epoch 3.*data loss is nan.*last good checkpoint.*fit\.lr"
-    ):
+    with pytest.raises(TrainingError, match=r"not finite at epoch 3.*data loss is nan.*last good checkpoint.*fit\.lr"):
         bt.fit(network(), TRAIN, None, settings(), loss=loss, folder=tmp_path)
     assert load_checkpoint(tmp_path)["epoch"] == 2
 

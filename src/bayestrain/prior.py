@@ -115,6 +115,11 @@ class RankPrior:
         """The weight that `loss` applies now, warm-up included."""
         return self.weight * min(1.0, self.steps / self.warmup_steps) if self.warmup_steps else self.weight
 
+    @property
+    def aligns_next(self) -> bool:
+        """Whether the next `step` will align the rank indices."""
+        return self.align_every > 0 and (self.steps + 1) % self.align_every == 0
+
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included."""
         terms = [
@@ -139,8 +144,8 @@ class RankPrior:
     @torch.no_grad()
     def step(self) -> None:
         """After the optimiser's step: move every lambda, keep its floor, hold the scales that are free."""
+        align = self.aligns_next
         self.steps += 1
-        align = self.align_every > 0 and self.steps % self.align_every == 0
         for name, layer in self.layers.items():
             with own_precision(layer.cores[0]):
                 trained = all(f"{name}.cores.{k}".lstrip(".") in self.trainable for k in range(len(layer.cores)))
@@ -207,6 +212,7 @@ class NormalPrior:
             raise ConfigError(f"variance must be positive, got {variance}.")
         self.model, self.num_data, self.variance, self.weight = model, num_data, variance, weight
         self.trainable = trainable_names(model)
+        self.aligns_next = False
         self.steps = 0
 
     @property

@@ -93,7 +93,7 @@ def save_posterior(posterior: ParticleModel, folder: Path, about: Mapping[str, A
 def load_posterior(
     path: Path | str, model: nn.Module | None = None, likelihood: Likelihood | None = None
 ) -> ParticleModel:
-    """The saved posterior, ready to predict. `model` as for `load_model`; `likelihood` only if it is one of your own."""
+    """The saved posterior, ready to predict. `model` as for `load_model`; `likelihood` only if it is your own."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -34,7 +34,7 @@ def squared_distances(particles: Particles, alive: Tensor) -> Tensor:
 
 
 def median_bandwidth(d2: Tensor) -> Tensor:
-    """``median(d2) / log n`` over pairs of different particles: each then feels about as much of the others as of itself.
+    """``median(d2) / log n`` over pairs of different particles: each feels about as much of all others as of itself.
 
     Self-distances are left out: they are zero by definition, and with few particles would drag the median down.
     """

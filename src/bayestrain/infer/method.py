@@ -60,7 +60,9 @@ class Method(ABC):
     ) -> None:
         self.n = count(particles)
         if self.n < self.fewest:
-            raise ConfigError(f"{self.name} needs at least {self.fewest} particles, got {self.n}. {self.advice}".strip())
+            raise ConfigError(
+                f"{self.name} needs at least {self.fewest} particles, got {self.n}. {self.advice}".strip()
+            )
         if chunk is not None and chunk < 1:
             raise ConfigError(f"chunk is a number of particles and must be at least 1, got {chunk}.")
         self.log_density = log_density
@@ -86,6 +88,12 @@ class Method(ABC):
 
     def step(self, batch: Any) -> StepInfo:
         """Move every particle once. A particle whose gradient is not finite sits it out, and a warning names it."""
+        info = self.advance(batch)
+        self.count_step()
+        return info
+
+    def advance(self, batch: Any) -> StepInfo:
+        """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph."""
         values, gradients = self.gradients(batch)
         with torch.no_grad():
             alive = values.isfinite()
@@ -102,13 +110,16 @@ class Method(ABC):
             for name, gradient in gradients.items():
                 gradient.mul_(factor.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))
                 self.particles[name].grad = gradient
+            self._broken += ~alive
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return StepInfo(values, alive)
+
+    def count_step(self) -> None:
+        """The rest of `step`: count, and look at broken particles now and then."""
         self.steps += 1
-        self._broken += ~alive
         if self._broken.device.type == "cpu" or self.steps % LOOK_EVERY == 0:
             self._look()
-        return StepInfo(values, alive)
 
     def gradients(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """``(log densities (n,), {name: gradient (n, ..)})``, chunk by chunk."""
@@ -137,7 +148,10 @@ class Method(ABC):
     def set_lr(self, lr: float) -> None:
         """Change the optimiser's learning rate."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)  # where a captured step reads it
+            else:
+                group["lr"] = lr
 
     def restart_optimizer(self) -> None:
         """Forget what the optimiser remembers."""
@@ -198,5 +212,8 @@ class Method(ABC):
             for name, tensor in own.items():
                 tensor.copy_(state[kind][name])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].to(self._broken.device)
         self.steps = int(state["steps"])
         self._broken.copy_(state["broken"])

@@ -29,8 +29,12 @@ class Langevin(torch.optim.Optimizer):
         self.generator = torch.Generator(first.device).manual_seed(seed)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Move along the gradients, plus noise."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 noise = torch.randn(p.shape, generator=self.generator, device=p.device, dtype=p.dtype)
@@ -44,6 +48,7 @@ class Langevin(torch.optim.Optimizer):
                     p.addcdiv_(p.grad, size, value=-group["lr"]).add_(noise.div_(size.sqrt_()))
                 else:
                     p.add_(p.grad, alpha=-group["lr"]).add_(noise)
+        return loss
 
 
 class SGLD(Method):

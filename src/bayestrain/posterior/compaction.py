@@ -123,7 +123,7 @@ def _apply(
         own = optimizer.state.get(tensor, {})
         for key, value in own.items():
             if isinstance(value, Tensor) and value.shape == old_shape:
-                own[key] = take(value, cut.keep, k)
+                own[key] = take(value, [kept.to(value.device) for kept in cut.keep], k)
     _apply_to_lambda(model, name, layer, cut)
 
 
@@ -133,7 +133,7 @@ def _apply_to_lambda(model: ParticleModel, name: str, layer: TTLayer, cut: Share
         return
     if cut.keep is not None:
         pairs = zip(_log_lambdas(model, name, layer), cut.keep, strict=True)
-        moved: Sequence[Tensor] = [u.gather(1, kept) for u, kept in pairs]
+        moved: Sequence[Tensor] = [u.gather(1, kept.to(u.device)) for u, kept in pairs]
         for bond, u in enumerate(moved, start=1):
             state.set_log_lambda(bond, u[0].clone())
     else:
@@ -154,4 +154,5 @@ def _apply_to_lambda(model: ParticleModel, name: str, layer: TTLayer, cut: Share
 def _fingerprint(model: ParticleModel, name: str, layer: TTLayer, rule: str) -> tuple[float, ...]:
     """Numbers that change when anything changes that the rule looks at."""
     tensors = [*stacked_cores(model, name, layer), *(_log_lambdas(model, name, layer) if rule == "lambda" else [])]
-    return tuple(float(v) for t in tensors for v in (t.double().sum(), t.double().square().sum()))
+    exact = [tensor.detach().cpu().double() for tensor in tensors]
+    return tuple(float(v) for t in exact for v in (t.sum(), t.square().sum()))

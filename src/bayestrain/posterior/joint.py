@@ -21,6 +21,8 @@ class Joint(nn.Module):
     def __init__(self, model: nn.Module, likelihood: Likelihood, prior: Prior | None, num_data: int) -> None:
         super().__init__()
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
+        self.prior_weight: Tensor | float = 1.0
+        """The prior's weight of this step. A tensor, so that a captured step sees it change."""
 
     def forward(self, what: str, *inputs: Tensor) -> dict[str, Tensor]:
         """For one particle its "density", its "outputs", what these "describe", or a step of its lambda ("lambda")."""
@@ -43,7 +45,7 @@ class Joint(nn.Module):
         log_probs = self.likelihood(outputs, y)
         check_log_prob(log_probs, len(y))
         data, prior = log_probs.mean(), self.prior.log_prob()
-        density = self.num_data * data + self.prior.current_weight * prior
+        density = self.num_data * data + self.prior_weight * prior
         return {"density": density, "data": data.detach(), "prior": prior.detach(), "outputs": outputs.detach()}
 
     def batched(self, particles: Mapping[str, Tensor], what: str, *inputs: Tensor) -> dict[str, Tensor]:
@@ -69,7 +71,7 @@ class CallableLikelihood(Likelihood):
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"outputs": outputs}
 
-    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:
+    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:  # noqa: ARG002
         raise ConfigError(
             "A plain function as likelihood says nothing of predictions. Use posterior.outputs(x), or a Likelihood "
             "with describe() and prediction()."
@@ -77,7 +79,7 @@ class CallableLikelihood(Likelihood):
 
 
 def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """``(particles, carried)``: trainable parameters and buffers of all, stacked. Frozen parameters must be the same."""
+    """``(particles, carried)``: trainable parameters and buffers of all, stacked. Frozen ones must be the same."""
     for name, frozen in joints[0].named_parameters():
         if frozen.requires_grad:
             continue

@@ -54,9 +54,9 @@ def held_bytes(shapes: Sequence[Tensor], n: int, states: float) -> int:
     return int(n * sum(tensor.numel() * tensor.element_size() for tensor in shapes) * (2 + states))
 
 
-def optimizer_states(make: Callable[[Sequence[Tensor]], torch.optim.Optimizer]) -> float:
+def optimizer_states(make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], device: torch.device) -> float:
     """How many numbers an optimiser keeps per weight, found by letting it take one step with a small tensor."""
-    probe = torch.zeros(64, requires_grad=True)
+    probe = torch.zeros(64, device=device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
     optimizer = make([probe])
     optimizer.step()
@@ -70,7 +70,7 @@ class _Largest(TorchDispatchMode):
     """Notes the size of the largest tensor that is made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +99,7 @@ def activation_bytes(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor)
     keep_noted = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
     with torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
         functional_call(joint, point, ("density", x, y))
-    return BACKWARD * (sum(saved.values()) + largest.bytes)
+    return BACKWARD * (sum(saved.values()) + int(largest.bytes))
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -124,7 +124,9 @@ def available_bytes(device: torch.device) -> int | None:
     return max(min(found), 0) if found else None
 
 
-def plan(n: int, held: int, allocated: int, per_particle: int, device: torch.device, chunk: int | None) -> MemoryEstimate:
+def plan(
+    n: int, held: int, allocated: int, per_particle: int, device: torch.device, chunk: int | None
+) -> MemoryEstimate:
     """Choose how many particles go through the network at once; refuse what cannot fit.
 
     Args:

@@ -11,6 +11,7 @@ from bayestrain.compact import CompactReport
 from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
+from bayestrain.posterior.capture import CapturedStep, can_capture
 from bayestrain.posterior.compaction import compact_particles, rank_spread
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import MemoryEstimate, activation_bytes, held_bytes, optimizer_states, plan
@@ -18,6 +19,9 @@ from bayestrain.posterior.model import ParticleModel
 from bayestrain.predict import Classification, Likelihood
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.sizes import tt_layers
+
+STEADY = 2
+"""Ordinary steps before one is captured: libraries set themselves up, the optimiser makes its state."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Posterior(ParticleModel):
     particle as PyTorch keeps them, and `refresh_statistics` estimates them anew.
 
     Args:
-        models: the particles' starts, networks of one architecture on one device (`independent`, `around`, or your own).
+        models: the particles' starts, networks of one architecture on one device (`independent`, `around`, or own).
         num_data: number of training data; the likelihood of a batch of B is scaled by ``num_data / B``.
         method: "svgd", "ensemble", "sgld" or "map".
         likelihood: `Classification()` (default), `Regression()`, a `Likelihood` of your own, or any function
@@ -90,16 +94,14 @@ class Posterior(ParticleModel):
         if not isinstance(likelihood, Likelihood):
             likelihood = CallableLikelihood(likelihood)
         make = optimizer or (lambda tensors: torch.optim.Adam(tensors, lr=1e-3))
-        states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make)
         trainable = [p for p in (*models[0].parameters(), *likelihood.parameters()) if p.requires_grad]
         device = trainable[0].device if trainable else torch.device("cpu")
+        states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make, device)
         held = held_bytes(trainable, len(models), states)
         plan(len(models), held, 0, 0, device, chunk)  # refuses before anything is allocated
 
         priors = [_make_prior(model, num_data) if prior is None else prior(model) for model in models]
-        joints = [
-            Joint(model, likelihood.to(device), one, num_data) for model, one in zip(models, priors, strict=True)
-        ]
+        joints = [Joint(model, likelihood.to(device), one, num_data) for model, one in zip(models, priors, strict=True)]
         particles, carried = stack_joints(joints)
         if method == "svgd":
             options["kernel"] = kernel or rbf
@@ -115,6 +117,9 @@ class Posterior(ParticleModel):
         self._chunk = chunk
         self._estimate: MemoryEstimate | None = None
         self._seen: list[dict[str, Tensor]] = []
+        self._captured: CapturedStep | None = None
+        self._steady = 0
+        """Steps since shapes last changed."""
 
     @property
     def prior(self) -> Prior:
@@ -123,17 +128,43 @@ class Posterior(ParticleModel):
         return self.joint.prior
 
     def step(self, x: Tensor, y: Tensor) -> PosteriorStep:
-        """Move all particles, then every lambda."""
+        """Move all particles, then every lambda.
+
+        On a GPU, with an optimiser made for it (``Adam(tensors, lr=torch.tensor(1e-3), capturable=True)``), the step is
+        captured in a CUDA graph once and replayed, which is many times faster. What is returned is then overwritten by
+        the next step.
+        """
         self.template.train()
         if self._estimate is None:
             self.method.chunk = self.estimate_memory(x, y).chunk
+            self._captured, self._steady = None, 0
+        if not isinstance(self.joint.prior_weight, Tensor):
+            self.joint.prior_weight = torch.zeros((), device=self.device)
+        self.joint.prior_weight.fill_(self.prior.current_weight)
+        if self.prior.aligns_next or not can_capture(self.method.optimizer, self.device):
+            found = self._advance(x, y)  # an alignment is rare, and no work for a graph
+        else:
+            if self._captured is None and self._steady >= STEADY:
+                counted = self.prior.steps
+                self._captured = CapturedStep(self._advance, x, y)
+                self.prior.steps = counted  # recorded, but not taken
+            if self._captured is not None and self._captured.fits(x, y):
+                found = self._captured.replay(x, y)
+                self.prior.steps += 1
+            else:
+                found = self._advance(x, y)
+                self._steady += 1
+        self.method.count_step()
+        return PosteriorStep(*found)
+
+    def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         self._seen = []
-        info = self.method.step((x, y))
+        info = self.method.advance((x, y))
         with torch.no_grad():
             self.joint.batched({n: t.detach() for n, t in {**self.particles, **self.carried}.items()}, "lambda")
         data, prior, outputs = (torch.cat([s[k] for s in self._seen]) for k in ("data", "prior", "outputs"))
         self._seen = []
-        return PosteriorStep(data, prior, outputs, info.alive)
+        return data, prior, outputs, info.alive
 
     def _log_density(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         found = self.joint.batched(tensors, "density", *batch)
@@ -177,6 +208,7 @@ class Posterior(ParticleModel):
                 del self.carried[name]
         self.joint.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
         self.method.restart_optimizer()
+        self._estimate = None
 
     def drop_(self, indices: Collection[int]) -> None:
         """Go on without some particles, such as broken ones."""
@@ -196,7 +228,8 @@ class Posterior(ParticleModel):
         total: dict[str, Tensor] = {}
         number = 0
         kept = {name: tensor.clone() for name, tensor in self.carried.items()}  # batch norm would note these batches
-        for number, batch in enumerate(batches, start=1):
+        for batch in batches:
+            number += 1
             for name, gradient in self.method.gradients(batch)[1].items():
                 total[name] = total[name] + gradient if name in total else gradient
         self._seen = []

@@ -4,6 +4,7 @@ Works on one layer's stacked cores, ``(n, left, *modes, right)`` each. A rank in
 particle, so nothing is averaged over equal indices: errors are, sorted within each particle.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from bayestrain import tt
 
 @dataclass(frozen=True)
 class SharedCut:
-    """New stacked cores of one layer; `keep` has each particle's surviving indices ``(n, rank)`` per bond, if sliced."""
+    """New stacked cores of one layer; `keep` has the surviving indices ``(n, rank)`` of every bond, if sliced."""
 
     cores: list[Tensor]
     keep: list[Tensor] | None
@@ -57,7 +58,7 @@ def by_lambda(cores: Sequence[Tensor], log_lambdas: Sequence[Tensor], threshold:
     particles = before = _unstack(cores)
     keep: list[Tensor] = []
     for bond, u in enumerate(log_lambdas, start=1):
-        values, order = u.exp().sort(dim=1, descending=True)  # (n, R)
+        values, order = u.cpu().exp().sort(dim=1, descending=True)  # (n, R)
         rank = max(int((values.mean(0) > threshold).sum()), 1)
         kept = order[:, :rank].sort(dim=1).values
         keep.append(kept)
@@ -97,12 +98,12 @@ def _smallest(tail: Tensor, share: float) -> int:
 
 
 def _unstack(cores: Sequence[Tensor]) -> list[list[Tensor]]:
-    exact = [core.detach().double() for core in cores]
+    exact = [core.detach().cpu().double() for core in cores]  # many small decompositions: no work for a GPU
     return [[core[i] for core in exact] for i in range(len(exact[0]))]
 
 
 def _stack(particles: list[list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.stack(core).to(old.dtype) for core, old in zip(zip(*particles, strict=True), like, strict=True)]
+    return [torch.stack(core).to(old) for core, old in zip(zip(*particles, strict=True), like, strict=True)]
 
 
 def _pad(cores: list[Tensor], shared: Sequence[int]) -> list[Tensor]:
@@ -121,4 +122,4 @@ def _error(before: list[list[Tensor]], after: list[list[Tensor]]) -> float:
         float((tt.norm(tt.subtract(old, new)) / tt.norm(old).clamp_min(1e-300)).square())
         for old, new in zip(before, after, strict=True)
     ]
-    return (sum(squares) / len(squares)) ** 0.5
+    return math.sqrt(sum(squares) / len(squares))

@@ -100,7 +100,7 @@ def read_diagnostics(about: Json | None, validation: Json | None = None) -> Diag
     """The particles' diagnostics; None for a single network. Over the epochs they disagree on validation images."""
     if not about:
         return None
-    names = ("bandwidth", "kernel_mass", "spread", "effective_particles", "disagreement", "ksd")
+    names = ("bandwidth", "kernel_mass", "effective_particles", "disagreement", "ksd")
     values = {**(validation or {}), **about}
     return Diagnostics(**{name: number(values, name) for name in names})
 

@@ -79,7 +79,7 @@ def _sections(run: Run) -> list[Section]:
         way, cut = [curves, paths + lambdas], [spectra[:1] + tolerances[:1], tolerances[1:] + spectra[1:]]
     else:
         way, cut = [curves, paths, lambdas], [spectra, tolerances]
-    mean = " Shown are the particles’ means." if run.posterior else ""
+    mean = " Of several particles the mean is shown." if run.posterior else ""
     particles = [score_plot(run) + own_rank_plot(run), gain_plot(run) + diagnostic_plots(run)]
     if len(particles[0]) == 1:  # it would stand alone on its row
         particles = [particles[0] + particles[1]]

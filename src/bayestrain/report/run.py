@@ -13,7 +13,6 @@ class Diagnostics:
 
     bandwidth: float | None = None
     kernel_mass: float | None = None
-    spread: float | None = None
     effective_particles: float | None = None
     disagreement: float | None = None
     ksd: float | None = None

@@ -114,7 +114,10 @@ def fit_posterior(
             return NormalPrior(model, len(train), variance=settings.other_variance, weight=settings.weight)
         return make_prior(settings, model, len(train), steps)
 
-    options: dict[str, Any] = {"optimizer": lambda tensors: make_optimizer(config, tensors, config.lr)}
+    def optimizer(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+        return make_optimizer(config, tensors, config.lr, capturable=tensors[0].device.type == "cuda")
+
+    options: dict[str, Any] = {"optimizer": optimizer}
     if posterior.method == "sgld":
         options = {"lr": config.lr, "temperature": posterior.temperature, "memory": 0.99, "seed": seed}
     elif posterior.method == "svgd":

@@ -59,7 +59,7 @@ class ParticleSubject(Subject):
         """The particles' mean of every singular value, each particle's relative to its largest one."""
         found: Spectra = {}
         for name, layer in tt_layers(self.posterior.template).items():
-            cores = [core.detach().double() for core in stacked_cores(self.posterior, name, layer)]
+            cores = [core.detach().cpu().double() for core in stacked_cores(self.posterior, name, layer)]
             each = [tt.bond_spectra([core[i] for core in cores]) for i in range(len(self.posterior))]
             bonds = [torch.stack(bond) for bond in zip(*each, strict=True)]
             found[name] = [(bond / bond[:, :1].clamp_min(1e-300)).mean(0).tolist() for bond in bonds]
@@ -86,7 +86,9 @@ class ParticleSubject(Subject):
 
     def mend(self) -> list[str]:
         posterior = self.posterior
-        sane = torch.stack([t.detach().view(len(posterior), -1).isfinite().all(1) for t in posterior.particles.values()])
+        sane = torch.stack(
+            [t.detach().view(len(posterior), -1).isfinite().all(1) for t in posterior.particles.values()]
+        )
         broken = (~sane.all(0)).nonzero().flatten().tolist()
         if not broken:
             return []

@@ -36,7 +36,7 @@ class Subject(ABC):
 
     @abstractmethod
     def round(self, tol: float) -> CompactReport:
-        """End of the search: the smallest ranks for the tolerance, no prior on ranks from here on, a fresh optimiser."""
+        """End of the search: the smallest ranks for the tolerance, no prior on ranks from then on."""
 
     @abstractmethod
     def spectra(self) -> Spectra:
@@ -71,12 +71,15 @@ class Subject(ABC):
         """Go back to the moment `state` was made."""
 
 
-def make_optimizer(config: FitConfig, parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
-    """The optimiser that the config names."""
+def make_optimizer(
+    config: FitConfig, parameters: Sequence[Tensor], lr: float, capturable: bool = False
+) -> torch.optim.Optimizer:
+    """The optimiser that the config names; `capturable` for one whose steps can be captured in a CUDA graph."""
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, lr, weight_decay=config.weight_decay)
+    rate = torch.tensor(lr, device=parameters[0].device) if capturable else lr
+    return kind(parameters, rate, weight_decay=config.weight_decay, capturable=capturable)
 
 
 def make_prior(config: PriorConfig, model: nn.Module, num_data: int, steps_per_epoch: int) -> RankPrior:

@@ -146,11 +146,10 @@ FIGURES = (
     Panels(
         "particle-distance",
         "How far they lie apart",
-        "Disagreement: how often a particle’s answer is not that of all together. Distance: of two particles, relative "
-        "to their length. Bandwidth: the kernel’s, in squared distance.",
+        "Disagreement: how often a particle’s answer to a validation image is not that of all together. Bandwidth: the "
+        "squared distance at which particles count as neighbours.",
         {
             "disagreement": "disagreement",
-            "spread": "distance / length",
             "bandwidth": "kernel bandwidth",
             "ksd": "Stein discrepancy",
         },
@@ -165,7 +164,7 @@ def diagnostic_plots(run: Run) -> list[Plot]:
 
 def _diagnostics(run: Run, panels: Panels) -> list[Plot]:
     particles = run.posterior.particles if run.posterior else 0
-    known = [(r.epoch, r.diagnostics) for r in run.history if r.diagnostics]
+    known = [(r.epoch, r.diagnostics) for r in run.history if r.diagnostics and r.epoch]  # untrained ones say little
     paths = {
         title: [(epoch, value) for epoch, record in known if (value := getattr(record, key)) is not None]
         for key, title in panels.names.items()
