@@ -1,8 +1,10 @@
-"""Run an experiment with several seeds and keep what a table needs, under ``results/NAME/PRESET/``, with a summary.
+"""Run an experiment with several seeds and keep what a table needs, under ``results/NAME/LABEL/``, with a summary.
 
     python tools/run_seeds.py mnist --seeds 0 1 2 3 4 --jobs 2
+    python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
 
-Each run is a process of its own with one thread, so that two share two cores without getting in each other's way.
+Each run is a process of its own with one thread, so that two share two cores without getting in each other's way. A
+run that is finished already is only gathered, one that was stopped goes on. Further arguments go to ``bayestrain train``.
 """
 
 from __future__ import annotations
@@ -16,47 +18,74 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 KEPT = ("result.json", "environment.json", "config.toml")
 SUMMARISED = ("params", "ratio", "accuracy", "log_likelihood", "ece", "seconds")
 
 
-def run(name: str, preset: str, seed: int, runs: Path, results: Path, extra: list[str]) -> dict[str, object] | None:
+def run(
+    name: str, preset: str, label: str, seed: int, runs: Path, results: Path, extra: list[str]
+) -> dict[str, Any] | None:
     """One seed; None if it failed, which is said and counted."""
-    out = runs / f"{name}-{preset}-seed{seed}"
-    command = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--out", str(out), "--quiet", *extra], env=environment, check=False)
-    if done.returncode:
-        print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
-        return None
+    out = runs / f"{name}-{label}-seed{seed}"
+    if not (out / "result.json").exists():
+        command = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
+        resume = ["--resume"] if (out / "config.toml").exists() else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, "--out", str(out), "--quiet", *extra, *resume], env=environment, check=False)
+        if done.returncode:
+            print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
+            return None
     kept = results / f"seed-{seed}"
     kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
         shutil.copy(out / file, kept / file)
-    result: dict[str, object] = json.loads((out / "result.json").read_text())
+    result: dict[str, Any] = json.loads((out / "result.json").read_text())
     print(f"seed {seed}: " + ", ".join(f"{key} {result[key]:.5g}" for key in SUMMARISED), flush=True)
     return result
+
+
+def figures(result: dict[str, Any]) -> dict[str, float]:
+    """What is summarised of one run; of a posterior also the MAP point's figures, and those without calibration."""
+    found = {key: float(result[key]) for key in SUMMARISED}
+    posterior = result.get("posterior") or {}
+    if "mean_log_likelihood" not in posterior:
+        return found
+    found |= {key: float(posterior[key]) for key in ("mean_log_likelihood", "temperature", "within_one_rank")}
+    found |= {f"uncalibrated_{key}": float(posterior["uncalibrated"][key]) for key in ("log_likelihood", "ece")}
+    if posterior["ood"]:
+        found |= {key: float(posterior["ood"][key]) for key in ("auroc", "auroc_epistemic")}
+    if posterior["map"]:
+        found |= {f"map_{key}": float(posterior["map"][key]) for key in (*SUMMARISED[:1], *SUMMARISED[2:])}
+        found["map_calibrated_ece"] = float(posterior["map"]["calibrated"]["ece"])
+        found["map_calibrated_log_likelihood"] = float(posterior["map"]["calibrated"]["log_likelihood"])
+        if posterior["ood"]:
+            found["map_auroc"] = float(posterior["map"]["ood_auroc"])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
     parser.add_argument("--preset", default="default")
+    parser.add_argument("--label", help="name of the folder of results; the preset if left out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--results", type=Path, default=Path("results"))
     arguments, extra = parser.parse_known_args()
-    results = arguments.results / arguments.name / arguments.preset
+    label = arguments.label or arguments.preset
+    results = arguments.results / arguments.name / label
     with ThreadPoolExecutor(arguments.jobs) as pool:
         found = list(
             pool.map(
-                lambda seed: run(arguments.name, arguments.preset, seed, arguments.runs, results, extra),
+                lambda seed: run(arguments.name, arguments.preset, label, seed, arguments.runs, results, extra),
                 arguments.seeds,
             )
         )
     good = [result for result in found if result is not None]
+    rows = [figures(result) for result in good]
     summary = {
         "experiment": arguments.name,
         "preset": arguments.preset,
@@ -66,12 +95,11 @@ def main() -> None:
         "commits": sorted({str(result["commit"]) for result in good}),
         **{
             key: {
-                "mean": statistics.fmean(float(str(result[key])) for result in good),
-                "spread": statistics.stdev(float(str(result[key])) for result in good) if len(good) > 1 else 0.0,
-                "each": [result[key] for result in good],
+                "mean": statistics.fmean(row[key] for row in rows),
+                "spread": statistics.stdev(row[key] for row in rows) if len(rows) > 1 else 0.0,
+                "each": [row[key] for row in rows],
             }
-            for key in SUMMARISED
-            if good
+            for key in (rows[0] if rows else ())
         },
     }
     results.mkdir(parents=True, exist_ok=True)
