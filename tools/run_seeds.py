@@ -4,7 +4,7 @@
     python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
 
 Each run is a process of its own with one thread, so that two share two cores without getting in each other's way. A
-run that is finished already is only gathered, one that was stopped goes on. Further arguments go to ``bayestrain train``.
+finished run is only gathered, one that was stopped goes on. Further arguments go to ``bayestrain train``.
 """
 
 from __future__ import annotations
