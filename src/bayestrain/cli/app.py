@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from bayestrain import __version__
 from bayestrain.cli.data import data_app
+from bayestrain.cli.evaluate import evaluate
 from bayestrain.cli.inspect import inspect
 from bayestrain.cli.predict import predict
 from bayestrain.cli.report import report
@@ -59,6 +60,7 @@ def bayestrain(
 
 app.command(cls=TrainCommand, help=train_help())(train)
 app.command()(report)
+app.command()(evaluate)
 app.command()(inspect)
 app.command()(predict)
 app.add_typer(data_app, name="data")

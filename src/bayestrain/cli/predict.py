@@ -12,6 +12,10 @@ from bayestrain.tables import text_table
 
 if TYPE_CHECKING:
     from bayestrain.cli.pictures import Picture
+    from bayestrain.predict import ClassPrediction
+
+CLEAR = 0.1
+"""Less uncertainty than this, in nats, is none to speak of."""
 
 
 def predict(
@@ -27,7 +31,7 @@ def predict(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON array, with every class's probability.")] = False,
 ) -> None:
-    """Say what is on pictures: class and probability.
+    """Say what is on pictures: class and probability; of a posterior also how sure that is, and why.
 
     A picture is brought to the network's size (keeping its proportions) and to gray or colour as need be.
 
@@ -43,37 +47,65 @@ def predict(
     require(description, "input_shape", "classes", "mean", "std")
     channels, height, width = description["input_shape"]
     pictures = [read_picture(image, (channels, height, width), invert) for image in images]
-    probabilities = predicted(run, description, pictures)
-    answers = [answer(p, row, description["classes"]) for p, row in zip(pictures, probabilities, strict=True)]
+    prediction = predicted(run, description, pictures)
+    answers = [answer(p, prediction.subset([i]), description["classes"]) for i, p in enumerate(pictures)]
     if as_json:
         print_json(answers)
         return
+    several = "particles" in description
+    header = ["picture", "class", "probability", *(["90 % of networks say", "doubt"] if several else []),
+              "next", "inverted", "changed"]  # fmt: skip
     rows = [
-        [a["image"], a["class"], percent(a["probability"]), f"{a['next']} {percent(a['next_probability'])}",
-         "yes" if a["inverted"] else "no", a["changes"]]
+        [a["image"], a["class"], percent(a["probability"]),
+         *([f"{percent(a['low'])} - {percent(a['high'])}", a["doubt"]] if several else []),
+         f"{a['next']} {percent(a['next_probability'])}", "yes" if a["inverted"] else "no", a["changes"]]
         for a in answers
     ]  # fmt: skip
-    print(text_table(["picture", "class", "probability", "next", "inverted", "changed"], rows, left_columns=6))
+    print(text_table(header, rows, left_columns=len(header)))
 
 
-def predicted(run: Path, description: dict[str, Any], pictures: list[Picture]) -> list[list[float]]:
-    """Class probabilities, one row per picture."""
+def predicted(run: Path, description: dict[str, Any], pictures: list[Picture]) -> ClassPrediction:
+    """What the network, or all particles, say of the pictures."""
     import torch
 
-    from bayestrain.saved import load_model
+    from bayestrain.predict import ClassPrediction
+    from bayestrain.saved import load_model, load_posterior
 
-    model = load_model(run)
     mean, std = (torch.tensor(description[key])[:, None, None] for key in ("mean", "std"))
-    rows: list[list[float]] = []
+    x = torch.stack([(torch.from_numpy(picture.pixels).float() / 255 - mean) / std for picture in pictures])
+    if "particles" in description:
+        found = load_posterior(run).predict(x)
+        assert isinstance(found, ClassPrediction)
+        return found
+    model = load_model(run)
     with torch.inference_mode():
-        for picture in pictures:
-            pixels = torch.from_numpy(picture.pixels).float() / 255
-            rows.append(model(((pixels - mean) / std)[None]).softmax(-1)[0].tolist())
-    return rows
+        return ClassPrediction(torch.stack([model(one[None])[0] for one in x]).double().softmax(-1)[None])
 
 
-def answer(picture: Picture, probabilities: list[float], classes: list[str]) -> dict[str, Any]:
+def doubt(prediction: ClassPrediction) -> str:
+    """How much is unsure, and whether the picture or the networks are to blame, in words."""
+    total, epistemic = float(prediction.total[0]), float(prediction.epistemic[0])
+    if total < CLEAR:
+        return "none"
+    return "networks disagree" if epistemic > 0.5 * total else "picture is unclear"
+
+
+def answer(picture: Picture, prediction: ClassPrediction, classes: list[str]) -> dict[str, Any]:
+    """The answer for one picture; with several particles also how far they differ."""
+    probabilities = prediction.mean[0].tolist()
     best, second = sorted(range(len(classes)), key=lambda index: -probabilities[index])[:2]
+    uncertainty: dict[str, Any] = {}
+    if len(prediction.particle_probabilities) > 1:
+        low, high = prediction.interval(0.9)
+        uncertainty = {
+            "low": float(low[0, best]),
+            "high": float(high[0, best]),
+            "total": float(prediction.total[0]),
+            "aleatoric": float(prediction.aleatoric[0]),
+            "epistemic": float(prediction.epistemic[0]),
+            "disagreement": float(prediction.disagreement[0]),
+            "doubt": doubt(prediction),
+        }
     return {
         "image": str(picture.path),
         "class": classes[best],
@@ -81,6 +113,7 @@ def answer(picture: Picture, probabilities: list[float], classes: list[str]) -> 
         "next": classes[second],
         "next_probability": probabilities[second],
         "probabilities": dict(zip(classes, probabilities, strict=True)),
+        **uncertainty,
         "inverted": picture.inverted,
         "changes": ", ".join(picture.changes) or "no",
     }

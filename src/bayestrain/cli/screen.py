@@ -54,11 +54,29 @@ def times(sizes: Sequence[int]) -> str:
 
 def closing_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a finished run is about, as (word, value)."""
+    posterior = result.get("posterior") or {}
+    many = posterior.get("particles", 1) > 1
     lines = [
         ("accuracy", f"{percent(result['accuracy'])} on the test images"),
         ("log likelihood", f"{result['log_likelihood']:.4f}"),
-        ("parameters", f"{result['params']:,} instead of {result['dense_params']:,}: {result['ratio']:.0f}x smaller"),
+        *([("posterior", _posterior_in_short(posterior))] if many else []),
+        *(("warning", text) for text in posterior.get("warnings", ())),
+        (
+            "parameters",
+            f"{result['params']:,} instead of {result['dense_params']:,}: {result['ratio']:.0f}x smaller"
+            + (", each" if many else ""),
+        ),
     ]
     if len(result["ranks"]) <= 6:
         lines.append(("ranks", ",  ".join(f"{name}: {inner(ranks)}" for name, ranks in result["ranks"].items())))
     return [*lines, ("time", duration(result["seconds"]))]
+
+
+def _posterior_in_short(posterior: Mapping[str, Any]) -> str:
+    """What the particles add: against a single one of them, against the MAP point, and outside of the data."""
+    text = f"{posterior['particles']} particles by {posterior['method']}, alone {posterior['mean_log_likelihood']:.4f}"
+    if posterior.get("map"):
+        text += f", MAP point {posterior['map']['log_likelihood']:.4f}"
+    if posterior.get("ood"):
+        text += f"; tells {posterior['ood']['name']} apart with AUROC {posterior['ood']['auroc']:.3f}"
+    return text

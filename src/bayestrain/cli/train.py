@@ -81,7 +81,8 @@ Particles = Annotated[
 Seed = Annotated[int | None, option("Seed of every random choice; 0 if left out.", panel=WHAT, metavar="N")]
 Out = Annotated[Path | None, option("Folder of the run; runs/NAME-seedN if left out.", panel=WHERE, metavar="DIR")]
 Device = Annotated[
-    str, option("auto, cpu, cuda, cuda:N or mps. auto: a GPU if there is one.", panel=WHERE, metavar="DEVICE")
+    str,
+    option("auto, cpu, cuda, cuda:N or mps. auto: a GPU if there is one.", "--device", panel=WHERE, metavar="DEVICE"),
 ]
 Resume = Annotated[bool, option("Go on where a stopped run left off.", "--resume", panel=WHERE)]
 Overwrite = Annotated[bool, option("Replace the run that is in DIR.", "--overwrite", panel=WHERE)]

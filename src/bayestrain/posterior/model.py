@@ -77,14 +77,15 @@ class ParticleModel:
         return self.joint.likelihood.prediction(self._all(x, batch_size, chunk, "describe"))
 
     def calibrate_(self, x: Tensor, labels: Tensor, batch_size: int = 1000, chunk: int | None = None) -> float:
-        """Find the temperature with which the particles together predict these held-out data best, and keep it.
+        """Find the temperature at which the particles together predict these held-out data best, and keep it.
 
-        For classification only. Training afterwards would use it too: call this last.
+        For classification only.
         """
         likelihood = self.joint.likelihood
         if not isinstance(likelihood, Classification):
             raise ConfigError(f"Only a Classification has a temperature, not {type(likelihood).__name__}.")
-        likelihood.temperature = fit_temperature(self.outputs(x, batch_size, chunk), labels)
+        described = self._all(x, batch_size, chunk, "describe")
+        likelihood.temperature = fit_temperature(described["probabilities"], labels)
         return likelihood.temperature
 
     @torch.no_grad()

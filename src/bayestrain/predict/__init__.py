@@ -1,6 +1,6 @@
 """What a posterior says about data: tensors of its particles in, predictions and their uncertainty out."""
 
-from bayestrain.predict.calibration import fit_temperature
+from bayestrain.predict.calibration import at_temperature, fit_temperature
 from bayestrain.predict.classification import ClassPrediction
 from bayestrain.predict.density import JointDensity
 from bayestrain.predict.likelihoods import Classification, Likelihood, Regression, check_log_prob
@@ -18,6 +18,7 @@ __all__ = [
     "Regression",
     "RegressionPrediction",
     "RiskCoverage",
+    "at_temperature",
     "auroc",
     "check_log_prob",
     "classification_metrics",

@@ -1,8 +1,8 @@
-"""One temperature for all particles, chosen so that together they are as sure as they should be.
+"""One temperature for a posterior, chosen so that its particles together are as sure as they should be.
 
 Particles that are each well calibrated are, averaged, too unsure of themselves: where they disagree the mean is flat.
-Dividing every particle's logits by one number, found on data held out from training, mends it (pool, then calibrate:
-Rahaman & Thiery 2021). It changes no ranking within one particle and costs one line search.
+Raising the mean to the power 1 / temperature, found on data held out from training, mends it (pool first, then
+calibrate: Rahaman & Thiery 2021). It changes no class, and costs one line search.
 """
 
 import math
@@ -15,27 +15,36 @@ from bayestrain.errors import ShapeError
 SHARPEST, FLATTEST = 0.1, 10.0
 
 
-def fit_temperature(outputs: Tensor, labels: Tensor) -> float:
-    """The temperature with the largest log likelihood of the particles' mean probability.
+def at_temperature(probs: Tensor, temperature: float) -> Tensor:
+    """``probs ** (1 / temperature)``, normalised over the last dimension."""
+    if temperature == 1.0:
+        return probs
+    least = torch.finfo(probs.dtype).tiny
+    return (probs.clamp_min(least).log() / temperature).softmax(-1)
+
+
+def fit_temperature(particle_probabilities: Tensor, labels: Tensor) -> float:
+    """The temperature at which the particles' mean has the largest log likelihood.
 
     Args:
-        outputs: logits of every particle, ``(n, N, C)``.
+        particle_probabilities: ``(n, N, C)``.
         labels: true classes ``(N,)`` of data that were not trained on.
     """
-    if outputs.ndim != 3 or labels.shape != outputs.shape[1:2]:
+    shape = tuple(particle_probabilities.shape)
+    if len(shape) != 3 or labels.shape != shape[1:2]:
         raise ShapeError(
-            f"Calibration needs logits (particles, data, classes) and one label per datum, got "
-            f"{tuple(outputs.shape)} and {tuple(labels.shape)}."
+            "Calibration needs probabilities (particles, data, classes) and one label per datum, got "
+            f"{shape} and {tuple(labels.shape)}."
         )
-    logits = outputs.detach().double()
-    index = labels.to(logits.device).expand(len(logits), -1)[..., None]
+    mixture = particle_probabilities.detach().mean(0, dtype=torch.float64)
+    log_mixture = mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
+    index = labels.to(mixture.device)[:, None]
 
     def loss(log_temperature: float) -> float:
-        log_probs = torch.log_softmax(logits / math.exp(log_temperature), dim=2).gather(2, index).squeeze(2)
-        return -float((torch.logsumexp(log_probs, dim=0) - math.log(len(logits))).mean())
+        return -float((log_mixture / math.exp(log_temperature)).log_softmax(1).gather(1, index).mean())
 
     low, high = math.log(SHARPEST), math.log(FLATTEST)
-    ratio = (math.sqrt(5) - 1) / 2  # golden section
+    ratio = (math.sqrt(5) - 1) / 2  # golden section: the loss is convex in 1 / temperature, so has one valley
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = loss(left), loss(right)
     while high - low > 1e-3:

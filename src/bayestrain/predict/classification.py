@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.predict.calibration import at_temperature
 from bayestrain.predict.density import JointDensity, joint_density
 from bayestrain.predict.metrics import LEAST, checked_labels, classification_metrics
 from bayestrain.predict.prediction import Indices, joined, kept, rows, tails
@@ -20,7 +21,9 @@ from bayestrain.predict.prediction import Indices, joined, kept, rows, tails
 class ClassPrediction:
     """N inputs, each with the probabilities that n particles give to C classes. Entropies are in nats.
 
-    The particles' tensor keeps its precision; all that is computed from it is in double precision.
+    The particles' tensor keeps its precision; all that is computed from it is in double precision. A `temperature`
+    other than 1 (`fit_temperature`) makes the probabilities that are reported surer or less sure; what the particles
+    say, one by one and as a mixture, and the uncertainties that follow from it, stay as they are.
 
     >>> ClassPrediction(torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]))  # each is sure, of different classes
     ClassPrediction(2 particles, 1 input, 2 classes; mean uncertainty 0.693 nats, 0.368 of it epistemic)
@@ -28,6 +31,8 @@ class ClassPrediction:
 
     particle_probabilities: Tensor
     """``(n, N, C)``, each row sums to 1."""
+
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         probs = self.particle_probabilities
@@ -38,6 +43,8 @@ class ClassPrediction:
             )
         probs = kept(probs, "probabilities")
         object.__setattr__(self, "particle_probabilities", probs)
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature must be above 0 and finite, got {self.temperature}.")
         tolerance = 1e-4 if probs.dtype in (torch.float32, torch.float64) else 1e-2
         sums = probs.sum(2, dtype=torch.float64)
         bad = ((sums - 1).abs() > tolerance) | (probs < 0).any(2) | sums.isnan()
@@ -62,9 +69,14 @@ class ClassPrediction:
         return f"ClassPrediction({size}; mean uncertainty {total:.3f} nats, {epistemic:.3f} of it epistemic)"
 
     @cached_property
-    def mean(self) -> Tensor:
-        """``(N, C)``: what the posterior predicts."""
+    def mixture(self) -> Tensor:
+        """``(N, C)``: the particles' mean."""
         return self.particle_probabilities.mean(0, dtype=torch.float64)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """``(N, C)``: what the posterior predicts: the mixture, at the `temperature`."""
+        return at_temperature(self.mixture, self.temperature)
 
     @property
     def classes(self) -> Tensor:
@@ -78,8 +90,8 @@ class ClassPrediction:
 
     @cached_property
     def total(self) -> Tensor:
-        """``(N,)``: the entropy of the mean."""
-        return _entropy(self.mean)
+        """``(N,)``: the entropy of the mixture."""
+        return _entropy(self.mixture)
 
     @cached_property
     def aleatoric(self) -> Tensor:
@@ -126,7 +138,7 @@ class ClassPrediction:
         return float(self.mean.gather(1, labels[:, None]).clamp_min(LEAST).log().mean())
 
     def mean_log_likelihood(self, labels: Tensor) -> float:
-        """Mean over the particles of each one's log likelihood (the paper's figure); never above `log_likelihood`."""
+        """Mean over the particles of each one's log likelihood (the paper's figure); never above the mixture's."""
         n, number, _ = self.particle_probabilities.shape
         labels = checked_labels(labels, self.particle_probabilities)
         of_label = self.particle_probabilities.gather(2, labels.expand(n, number)[..., None])
@@ -145,12 +157,15 @@ class ClassPrediction:
 
     def subset(self, indices: Indices) -> ClassPrediction:
         """The same for some of the inputs."""
-        return ClassPrediction(rows(self.particle_probabilities, indices))
+        return ClassPrediction(rows(self.particle_probabilities, indices), self.temperature)
 
     @staticmethod
     def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
         """Batches of one posterior's predictions, one after the other."""
-        return ClassPrediction(joined([prediction.particle_probabilities for prediction in predictions]))
+        if len({prediction.temperature for prediction in predictions}) > 1:
+            raise ConfigError("Predictions at different temperatures are not those of one posterior.")
+        probs = joined([prediction.particle_probabilities for prediction in predictions])
+        return ClassPrediction(probs, predictions[0].temperature)
 
 
 def _entropy(probs: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Likelihood(nn.Module, ABC):
 class Classification(Likelihood):
     """Outputs are logits ``(B, C)``, targets class numbers ``(B,)``.
 
-    `temperature` divides the logits: below 1 is surer, above 1 less sure. It is no parameter and does not train; see
+    Predictions are reported at `temperature`: below 1 is surer, above 1 less sure. Training knows nothing of it; see
     `fit_temperature`.
     """
 
@@ -57,7 +57,7 @@ class Classification(Likelihood):
             )
         if targets.is_floating_point():
             raise ConfigError(f"Targets must be whole class numbers, got {targets.dtype}. Type targets.long().")
-        log_probs = (_at_least_single(outputs) / self.temperature).log_softmax(1)
+        log_probs = _at_least_single(outputs).log_softmax(1)
         return log_probs.gather(1, targets.long()[:, None]).squeeze(1)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -65,11 +65,11 @@ class Classification(Likelihood):
         self._check(outputs)
         # In single precision a confident error has probability 0 from a logit gap of 104 on, and no log likelihood.
         precision = torch.float32 if outputs.device.type == "mps" else torch.float64
-        return {"probabilities": (outputs.to(precision) / self.temperature).softmax(1)}
+        return {"probabilities": outputs.to(precision).softmax(1)}
 
     def prediction(self, described: Mapping[str, Tensor]) -> ClassPrediction:
         """Of ``probabilities`` ``(n, N, C)``."""
-        return ClassPrediction(described["probabilities"])
+        return ClassPrediction(described["probabilities"], self.temperature)
 
     def extra_repr(self) -> str:
         return "" if self.temperature == 1.0 else f"temperature={self.temperature:.4g}"

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bayestrain import data, models
+from bayestrain import models
 from bayestrain.convert import TensorizeConfig, tensorize_
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
-from bayestrain.posterior import around, independent
-from bayestrain.predict import fit_temperature
-from bayestrain.saved import load_model
+from bayestrain.posterior import Posterior, around, independent
+from bayestrain.saved import load_model, load_posterior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
-from bayestrain.train.config import DataConfig, FitConfig, RunConfig, TensorizeSettings, differences
+from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
-from bayestrain.train.loop import fit, fit_posterior
-from bayestrain.train.metrics import at_temperature, evaluator, measured, outputs, predict, temperature
-from bayestrain.train.outcome import Outcome, posterior_summary, write_outcome
-from bayestrain.train.outside import outside_images
+from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
+from bayestrain.train.loop import FitResult, fit, fit_posterior
+from bayestrain.train.material import Material, augmentation, load_material
+from bayestrain.train.metrics import evaluator
+from bayestrain.train.outcome import training_facts, write_evaluation, write_result
 from bayestrain.train.progress import Progress, Unfinished
 from bayestrain.train.tensorboard import summary_writer
 
@@ -71,81 +71,45 @@ def _run(
     config: RunConfig, out: Path, device: str, resume: bool, progress: Progress, command: str, *, outside: bool
 ) -> Result:
     place = torch.device(device)
-    splits = data.load(config.data.name, config.data.folder or None)
-    if not config.data.normalize:
-        splits = dataclasses.replace(splits, mean=(0.0,) * len(splits.mean), std=(1.0,) * len(splits.std))
-    train, validation = splits.train, None
-    if config.data.validation_fraction:
-        train, validation = splits.train.split(config.data.validation_fraction, seed=config.experiment.seed)
-    strange = outside_images(config.posterior.outside, splits, config.experiment.seed) if outside else None
-
-    def build() -> nn.Module:
-        model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-        tensorize(model, config.tensorize)
-        return model
+    material = load_material(config, with_outside=outside)
+    splits = material.splits
 
     torch.manual_seed(config.experiment.seed)
-    dense = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-    dense_layers = {name: _own_parameters(module) for name, module in dense.named_modules() if _is_layer(module)}
-    model = dense
-    dense_params = count_parameters(dense)
+    model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
+    dense_params = count_parameters(model)
+    dense_layers = {name: _own_parameters(module) for name, module in model.named_modules() if _is_layer(module)}
     tensorize(model, config.tensorize)
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
     environment = _environment(out, place, command, resume)
     write_json(out / "environment.json", environment)
-    settings = fit_settings(config)
-    jittered = config.posterior.particles > 0 and config.posterior.start == "jitter"
-    total = settings.finetune_epochs + (0 if jittered else settings.epochs)
-    progress.start(total, -(-len(train) // settings.batch_size), config, dense_params)
-    evaluate = None if validation is None else evaluator(validation.to(place), splits.normalize, place)
-    options: dict[str, Any] = {
-        "prior": config.prior, "augment": augmentation(config.data, splits), "device": place,
-        "seed": config.experiment.seed, "folder": out, "resume": resume, "progress": progress,
-    }  # fmt: skip
-    network: Any = model
-    if config.posterior.particles:
-        starts = (
-            around(load_model(out / MAP), config.posterior.particles, config.posterior.jitter, config.experiment.seed)
-            if jittered
-            else independent(build, config.posterior.particles, config.experiment.seed)
-        )
-        network, fitted = fit_posterior(
-            starts, train, evaluate, settings, config.posterior, fixed_ranks=jittered, **options
-        )
-        model = network.template
-    else:
-        fitted = fit(model, train, evaluate, settings, **options)
+    network, fitted = _train(config, material, model, out, place, resume, progress, dense_params)
 
-    suited = 1.0
-    if validation is not None:
-        suited = fit_temperature(outputs(network, validation, splits.normalize, place), validation.labels)
-    if config.posterior.particles and config.posterior.calibrate:
-        network.joint.likelihood.temperature = suited
-    logits = outputs(network, splits.test.to(place), splits.normalize, place)
-    prediction = at_temperature(logits, temperature(network))
-    beyond = None if strange is None else predict(network, strange.to(place), splits.normalize, place)
-    outcome = Outcome(splits, network, fitted, logits, prediction, suited, strange, beyond)
-    now = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
-    metrics = measured(prediction, splits.test.labels)
+    evaluation = evaluate_network(config, material, network, place)
+    posterior = posterior_scores(config, evaluation, out / MAP)
+    if isinstance(network, Posterior):
+        assert posterior is not None
+        disagreement = float(evaluation.prediction.disagreement.mean())
+        posterior |= training_facts(config, network, fitted, material, disagreement)
+    small = network.template if isinstance(network, Posterior) else network
+    now = {name: layer.parameters_left for name, layer in tt_layers(small).items()}
     summary = {
         "experiment": config.experiment.name,
         "preset": config.experiment.preset,
         "kind": config.experiment.kind,
         "seed": config.experiment.seed,
         "dense_params": dense_params,
-        "params": count_parameters(model),
-        "ratio": dense_params / count_parameters(model),
-        "ranks": {name: list(chain) for name, chain in ranks(model).items()},
+        "params": count_parameters(small),
+        "ratio": dense_params / count_parameters(small),
+        "ranks": {name: list(chain) for name, chain in ranks(small).items()},
         "max_ranks": {name: list(chain) for name, chain in max_ranks.items()},
         "layer_params": {
-            name: {"dense": dense_size, "start": start_layers.get(name, dense_size), "now": now.get(name, dense_size)}
-            for name, dense_size in dense_layers.items()
+            name: {"dense": dense, "start": start_layers.get(name, dense), "now": now.get(name, dense)}
+            for name, dense in dense_layers.items()
         },
-        **{key: metrics[key] for key in ("accuracy", "log_likelihood", "ece", "brier")},
-        "posterior": posterior_summary(config, outcome, train, out / MAP, augmentation(config.data, splits)),
-        "validation": None if evaluate is None else evaluate(network),
+        **scores(evaluation),
+        "posterior": posterior,
         "seconds": fitted.seconds,
         "peak_memory_bytes": peak_memory_bytes(place),
         "device": environment["gpu"] or "cpu",
@@ -155,26 +119,86 @@ def _run(
         "dirty": environment["dirty"],
         "status": "finished",
     }
-    write_outcome(out, config, outcome, summary)
+    write_evaluation(out, config, evaluation, dense_params)
+    write_result(out, fitted.spectra, summary)
     progress.finish(summary)
     return Result(out, summary)
 
 
+def _train(
+    config: RunConfig, material: Material, model: nn.Module, out: Path, place: torch.device, resume: bool,
+    progress: Progress, dense_params: int,
+) -> tuple[nn.Module | Posterior, FitResult]:  # fmt: skip
+    """Train the model itself, or a posterior of networks like it."""
+    settings, jittered = fit_settings(config), _jittered(config)
+    seed, splits = config.experiment.seed, material.splits
+    total = settings.finetune_epochs + (0 if jittered else settings.epochs)
+    progress.start(total, -(-len(material.train) // settings.batch_size), config, dense_params)
+    evaluate = None
+    if material.validation is not None:
+        evaluate = evaluator(material.validation.to(place), splits.normalize, place)
+    options: dict[str, Any] = {
+        "prior": config.prior, "augment": augmentation(config.data, splits), "device": place, "seed": seed,
+        "folder": out, "resume": resume, "progress": progress,
+    }  # fmt: skip
+    if not config.posterior.particles:
+        return model, fit(model, material.train, evaluate, settings, **options)
+
+    def build() -> nn.Module:
+        another = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
+        tensorize(another, config.tensorize)
+        return another
+
+    number = config.posterior.particles
+    starts = (
+        around(load_model(out / MAP), number, config.posterior.jitter, seed)
+        if jittered
+        else independent(build, number, seed)
+    )
+    return fit_posterior(starts, material.train, evaluate, settings, config.posterior, fixed_ranks=jittered, **options)
+
+
+def evaluate_run(out: Path, *, device: str, command: str) -> Result:
+    """Evaluate a finished run again, its MAP point first: predictions, temperature, figures. Nothing is trained."""
+    if not (out / "result.json").exists():
+        raise TrainingError(
+            f"{out} is no finished run: it has no result.json. Finish it with bayestrain train --resume."
+        )
+    if (out / MAP / "result.json").exists():
+        evaluate_run(out / MAP, device=device, command=command)
+    config, place = toml.load(out / "config.toml"), torch.device(device)
+    before = json.loads((out / "result.json").read_text())
+    material = load_material(config, with_outside=before["posterior"] is not None)
+    network: Any = load_posterior(out).to(place) if config.posterior.particles else load_model(out).to(place)
+    evaluation = evaluate_network(config, material, network, place)
+    posterior = posterior_scores(config, evaluation, out / MAP)
+    environment = describe_environment(place)
+    summary = {
+        **before,
+        **scores(evaluation),
+        "posterior": None if posterior is None else {**before["posterior"], **posterior},
+        "evaluated_again": {"command": command, **{key: environment[key] for key in ("commit", "dirty", "torch")}},
+    }
+    write_evaluation(out, config, evaluation, before["dense_params"])
+    write_json(out / "result.json", summary)
+    return Result(out, summary)
+
+
+def _jittered(config: RunConfig) -> bool:
+    return config.posterior.particles > 0 and config.posterior.start == "jitter"
+
+
 def fit_settings(config: RunConfig) -> FitConfig:
     """The settings of the loop; a posterior around a MAP point has no search, only epochs with given ranks."""
-    if config.posterior.particles and config.posterior.start == "jitter":
+    if _jittered(config):
         return dataclasses.replace(config.fit, finetune_epochs=config.posterior.jitter_epochs)
     return config.fit
 
 
 def rehearse(config: RunConfig) -> None:
     """Go through all that can fail before the first step, and leave no trace."""
-    splits = data.load(config.data.name, config.data.folder or None)
-    if config.data.validation_fraction:
-        splits.train.split(config.data.validation_fraction, seed=config.experiment.seed)
-    if config.posterior.particles:
-        outside_images(config.posterior.outside, splits, config.experiment.seed)
-    tensorize(models.BUILDERS[config.experiment.model](num_classes=len(splits.classes)), config.tensorize)
+    material = load_material(config, with_outside=config.posterior.particles > 0)
+    tensorize(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config.tensorize)
     if config.fit.tensorboard:
         summary_writer()
 
@@ -212,21 +236,6 @@ def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.keep_dense)
 
     tensorize_(model, TensorizeConfig(settings.max_rank, settings.init, modes=settings.modes), wanted)
-
-
-def augmentation(config: DataConfig, splits: data.Splits) -> Any:
-    """What happens to a training batch on the device: crop, flip, shift, then normalisation."""
-
-    def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-        if config.pad_crop:
-            images = data.pad_crop(images, config.pad_crop, generator)
-        if config.shift:
-            images = data.shift(images, config.shift, generator)
-        if config.flip:
-            images = data.flip(images, generator)
-        return splits.normalize(images)
-
-    return augment
 
 
 def _environment(out: Path, place: torch.device, command: str, resume: bool) -> dict[str, Any]:

@@ -37,12 +37,8 @@ def predict(
     network: nn.Module | ParticleModel, images: Images, transform: Transform, device: torch.device | str
 ) -> ClassPrediction:
     """Class probabilities on the CPU, in double precision; at a posterior's own temperature."""
-    return at_temperature(outputs(network, images, transform, device), temperature(network))
-
-
-def at_temperature(logits: Tensor, value: float) -> ClassPrediction:
-    """What logits ``(particles, N, classes)`` say when divided by a temperature."""
-    return ClassPrediction((logits.double() / value).softmax(2))
+    probs = outputs(network, images, transform, device).double().softmax(2)
+    return ClassPrediction(probs, temperature(network))
 
 
 def temperature(network: nn.Module | ParticleModel) -> float:
