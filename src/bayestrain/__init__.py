@@ -7,38 +7,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bayestrain import data, models
+    from bayestrain import data, infer, models, predict
     from bayestrain.compact import CompactReport, compact_
     from bayestrain.convert import TensorizeConfig, TensorizeReport, tensorize_
     from bayestrain.errors import BayesTrainError
     from bayestrain.layers import TTConv2d, TTLinear
-    from bayestrain.prior import RankPrior
-    from bayestrain.saved import load_model, save_model
+    from bayestrain.posterior import ParticleModel, Posterior, around, independent
+    from bayestrain.predict import Classification, ClassPrediction, Likelihood, Regression, RegressionPrediction
+    from bayestrain.prior import NormalPrior, RankPrior
+    from bayestrain.saved import load_model, load_posterior, save_model, save_posterior
     from bayestrain.sizes import count_parameters, ranks
-    from bayestrain.train.config import FitConfig, PriorConfig
-    from bayestrain.train.loop import FitResult, fit
+    from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+    from bayestrain.train.loop import FitResult, fit, fit_posterior
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BayesTrainError",
+    "ClassPrediction",
+    "Classification",
     "CompactReport",
     "FitConfig",
     "FitResult",
+    "Likelihood",
+    "NormalPrior",
+    "ParticleModel",
+    "Posterior",
+    "PosteriorConfig",
     "PriorConfig",
     "RankPrior",
+    "Regression",
+    "RegressionPrediction",
     "TTConv2d",
     "TTLinear",
     "TensorizeConfig",
     "TensorizeReport",
+    "around",
     "compact_",
     "count_parameters",
     "data",
     "fit",
+    "fit_posterior",
+    "independent",
+    "infer",
     "load_model",
+    "load_posterior",
     "models",
+    "predict",
     "ranks",
     "save_model",
+    "save_posterior",
     "tensorize_",
 ]
 
@@ -47,16 +65,18 @@ _HOMES = {
     "convert": ("TensorizeConfig", "TensorizeReport", "tensorize_"),
     "errors": ("BayesTrainError",),
     "layers": ("TTConv2d", "TTLinear"),
-    "prior": ("RankPrior",),
-    "saved": ("load_model", "save_model"),
+    "posterior": ("ParticleModel", "Posterior", "around", "independent"),
+    "predict": ("ClassPrediction", "Classification", "Likelihood", "Regression", "RegressionPrediction"),
+    "prior": ("NormalPrior", "RankPrior"),
+    "saved": ("load_model", "load_posterior", "save_model", "save_posterior"),
     "sizes": ("count_parameters", "ranks"),
-    "train.config": ("FitConfig", "PriorConfig"),
-    "train.loop": ("FitResult", "fit"),
+    "train.config": ("FitConfig", "PosteriorConfig", "PriorConfig"),
+    "train.loop": ("FitResult", "fit", "fit_posterior"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "models"):
+    if name in ("data", "infer", "models", "predict"):
         return import_module(f"bayestrain.{name}")
     for home, names in _HOMES.items():
         if name in names:
