@@ -36,9 +36,10 @@ def diagnose(particles: Particles) -> Diagnostics:
     n = count(particles)
     if n < 2:
         raise ConfigError(f"Diagnostics compare particles: at least 2 are needed, got {n}.")
-    alive = torch.stack([t.detach().view(n, -1).isfinite().all(1) for t in particles.values()]).all(0)
+    particles = {name: tensor.detach().contiguous() for name, tensor in particles.items()}
+    alive = torch.stack([t.view(n, -1).isfinite().all(1) for t in particles.values()]).all(0)
     d2 = squared_distances(particles, alive)
-    length2 = sum(torch.where(alive, t.detach().view(n, -1).square().sum(1), 0.0) for t in particles.values())
+    length2 = sum(torch.where(alive, t.view(n, -1).square().sum(1), 0.0) for t in particles.values())
     mean_length2 = torch.as_tensor(length2).sum() / alive.sum()
     kernel = rbf(d2)[0]
     living = int(alive.sum())
@@ -64,13 +65,14 @@ def stein_discrepancy(particles: Particles, gradients: dict[str, Tensor]) -> flo
     n = count(particles)
     if n < 2:
         raise ConfigError(f"The Stein discrepancy compares particles: at least 2 are needed, got {n}.")
+    particles = {name: tensor.detach().contiguous() for name, tensor in particles.items()}
     alive = torch.ones(n, dtype=torch.bool, device=next(iter(particles.values())).device)
     d2 = squared_distances(particles, alive)
     h = median_bandwidth(d2)
     kernel = torch.exp(-d2 / h)
     scores, crossed, dimensions = torch.zeros_like(d2), torch.zeros_like(d2), 0
     for name, tensor in particles.items():
-        for theta, score in zip(columns(tensor.detach()), columns(gradients[name].contiguous()), strict=True):
+        for theta, score in zip(columns(tensor), columns(gradients[name].contiguous()), strict=True):
             theta = centred(theta, alive)
             scores += score @ score.mT
             crossed += score @ theta.mT  # s_i . theta_j

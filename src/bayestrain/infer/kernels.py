@@ -29,7 +29,10 @@ def squared_distances(particles: Particles, alive: Tensor) -> Tensor:
     )
     assert isinstance(gram, Tensor)
     norms = gram.diagonal()
-    distances = (norms[:, None] + norms - 2 * gram).clamp_min(0.0).fill_diagonal_(0.0)
+    lengths = norms[:, None] + norms
+    distances = lengths - 2 * gram
+    rounding = 8 * torch.finfo(distances.dtype).eps * lengths  # all that is left between two copies
+    distances = torch.where(distances < rounding, 0.0, distances).fill_diagonal_(0.0)
     return torch.where(alive[:, None] & alive, distances, math.inf)
 
 
@@ -37,12 +40,15 @@ def median_bandwidth(d2: Tensor) -> Tensor:
     """``median(d2) / log n`` over pairs of different particles: each feels about as much of all others as of itself.
 
     Self-distances are left out: they are zero by definition, and with few particles would drag the median down.
+    Particles at infinite distances do not count. Where most are copies of one, the median is over those that are not.
     """
     n = d2.shape[0]
     row, column = torch.triu_indices(n, n, offset=1, device=d2.device)
-    pairs = d2[row, column]
-    median = torch.where(pairs.isfinite(), pairs, math.nan).nanmedian()
-    return (median / math.log(n)).clamp_min(TINY)
+    pairs = torch.where(d2.isfinite(), d2, math.nan)[row, column]
+    median, apart = pairs.nanmedian(), torch.where(pairs > 0, pairs, math.nan).nanmedian()
+    median = torch.where(median > 0, median, apart).nan_to_num(1.0)  # nobody is apart from anybody: any will do
+    living = d2.diagonal().isfinite().sum().clamp_min(2)
+    return (median / living.to(d2.dtype).log()).clamp_min(TINY)
 
 
 def rbf(d2: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ LOOK_EVERY = 50
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one step saw, per particle, before it moved: the log density, and whether it and its gradient are finite."""
+    """What one step saw, per particle, before it moved: the log density, and whether all about it is finite."""
 
     log_density: Tensor
     alive: Tensor
@@ -80,6 +80,7 @@ class Method(ABC):
         self.optimizer = optimizer(list(self.particles.values()))
         self.steps = 0
         self._broken = torch.zeros(self.n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
+        self._all_broken = torch.zeros((), dtype=torch.bool, device=self._broken.device)
         self._warned: set[int] = set()
 
     @abstractmethod
@@ -95,10 +96,10 @@ class Method(ABC):
     def advance(self, batch: Any) -> StepInfo:
         """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph."""
         values, gradients = self.gradients(batch)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
             alive = values.isfinite()
-            for gradient in gradients.values():
-                alive = alive & torch.linalg.vector_norm(gradient.view(self.n, -1), dim=1).isfinite()
+            for tensor in (*gradients.values(), *self.particles.values()):
+                alive = alive & torch.linalg.vector_norm(tensor.view(self.n, -1), dim=1).isfinite()
             for gradient in gradients.values():
                 gradient.masked_fill_(~alive.view(-1, *[1] * (gradient.ndim - 1)), 0.0)
             self.direction_(gradients, alive)
@@ -111,6 +112,7 @@ class Method(ABC):
                 gradient.mul_(factor.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))
                 self.particles[name].grad = gradient
             self._broken += ~alive
+            self._all_broken.copy_(~alive.any())
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepInfo(values, alive)
@@ -138,9 +140,12 @@ class Method(ABC):
                 )
             found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
             values.append(value.detach())
+            seen: set[int] = set()
             for name, gradient in zip(leaves, found, strict=True):
                 if size == self.n:
-                    gradients[name] = gradient.contiguous()
+                    # Of x + y, autograd returns one tensor as the gradient of both; it is changed in place later.
+                    gradients[name] = gradient.clone() if gradient.data_ptr() in seen else gradient.contiguous()
+                    seen.add(gradient.data_ptr())
                 else:
                     gradients.setdefault(name, torch.empty_like(self.particles[name]))[part] = gradient
         return torch.cat(values), gradients
@@ -174,9 +179,9 @@ class Method(ABC):
         self._warned, self.n = set(), len(chosen)
 
     def _look(self) -> None:
-        """Name the particles that have sat out a step; there is nothing to go on with when all have."""
+        """Name the particles that have sat out a step; there is nothing to go on with when all sit out one."""
         broken = (self._broken > 0).nonzero().flatten().tolist()
-        if len(broken) == self.n and int(self._broken.min()) == self.steps:
+        if bool(self._all_broken):
             raise TrainingError(
                 "No particle has a finite log density and gradient. Try a smaller learning rate, and look for a log of "
                 "zero or a division by zero in the model or the likelihood."
@@ -209,6 +214,7 @@ class Method(ABC):
         for kind, own in (("particles", self.particles), ("carried", self.carried)):
             if state[kind].keys() != own.keys() or any(state[kind][name].shape != own[name].shape for name in own):
                 raise ShapeError(f"The saved {kind} do not have the names and shapes of those here.")
+        for kind, own in (("particles", self.particles), ("carried", self.carried)):
             for name, tensor in own.items():
                 tensor.copy_(state[kind][name])
         self.optimizer.load_state_dict(state["optimizer"])

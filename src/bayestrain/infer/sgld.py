@@ -27,6 +27,8 @@ class Langevin(torch.optim.Optimizer):
         self.temperature, self.scale, self.memory = temperature, scale, memory
         first = self.param_groups[0]["params"][0]
         self.generator = torch.Generator(first.device).manual_seed(seed)
+        self.alive: Tensor | None = None
+        """Which particles get noise; all if None."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -39,6 +41,8 @@ class Langevin(torch.optim.Optimizer):
             for p in group["params"]:
                 noise = torch.randn(p.shape, generator=self.generator, device=p.device, dtype=p.dtype)
                 noise.mul_((2 * group["lr"] * self.temperature * self.scale) ** 0.5)
+                if self.alive is not None:
+                    noise.masked_fill_(~self.alive.view(-1, *[1] * (p.ndim - 1)), 0.0)
                 if self.memory:
                     state = self.state[p]
                     mean_square = state.setdefault("mean_square", torch.zeros_like(p))
@@ -85,8 +89,17 @@ class SGLD(Method):
 
         super().__init__(log_density, particles, make, scale=scale, **options)
 
-    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
-        """The gradient is the direction; the noise comes with the step."""
+    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:  # noqa: ARG002
+        """The gradient is the direction; the noise comes with the step, for those who take it."""
+        assert isinstance(self.optimizer, Langevin)
+        self.optimizer.alive = alive
+
+    def restart_optimizer(self) -> None:
+        """Forget the preconditioner; the noise goes on, since a chain that met it twice would not sample."""
+        assert isinstance(self.optimizer, Langevin)
+        generator = self.optimizer.generator
+        super().restart_optimizer()
+        self.optimizer.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
         assert isinstance(self.optimizer, Langevin)

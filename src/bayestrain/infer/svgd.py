@@ -26,9 +26,14 @@ from bayestrain.infer.particles import Particles, centred, columns
 
 
 class SVGD(Method):
-    """Stein variational gradient descent; arguments as for `Method`, and `kernel` (see `infer.kernels`).
+    """Stein variational gradient descent; arguments as for `Method`, and two more.
 
     The optimiser gets ``scale * phi``. Adam is a good choice: phi's size changes a lot on the way.
+
+    Args:
+        kernel: see `infer.kernels`.
+        times_n: multiply phi by the number of particles. One that feels no other then moves along its own gradient,
+            whatever that number is, and learning rates need not know it.
     """
 
     name: ClassVar[str] = "svgd"
@@ -42,14 +47,18 @@ class SVGD(Method):
         optimizer: MakeOptimizer,
         *,
         kernel: Kernel = rbf,
+        times_n: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(log_density, particles, optimizer, **options)
-        self.kernel = kernel
+        self.kernel, self.times_n = kernel, times_n
 
     def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
         K, slope = self.kernel(squared_distances(self.particles, alive))  # (n, n) each
         stein_direction_(self.particles, gradients, K, slope, alive)
+        if self.times_n:
+            for gradient in gradients.values():
+                gradient.mul_(alive.sum())
 
 
 @torch.no_grad()
@@ -62,4 +71,4 @@ def stein_direction_(
             theta = centred(theta, alive)  # the repulsion knows differences only, and small ones are exact this way
             drive = K @ g  # (n, n) @ (n, columns)
             repulsion = 2 * (slope @ theta - slope.sum(1, keepdim=True) * theta)
-            g.copy_((drive + repulsion) / alive.sum())
+            g.copy_((drive + repulsion) / alive.sum().clamp_min(1))

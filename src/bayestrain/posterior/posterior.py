@@ -1,5 +1,6 @@
 """`Posterior`: particles of a network that train together."""
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,7 +51,8 @@ class Posterior(ParticleModel):
     particle as PyTorch keeps them, and `refresh_statistics` estimates them anew.
 
     Args:
-        models: the particles' starts, networks of one architecture on one device (`independent`, `around`, or own).
+        models: the particles' starts, copied: networks of one architecture on one device, from `independent`, from
+            `around`, or your own.
         num_data: number of training data; the likelihood of a batch of B is scaled by ``num_data / B``.
         method: "svgd", "ensemble", "sgld" or "map".
         likelihood: `Classification()` (default), `Regression()`, a `Likelihood` of your own, or any function
@@ -100,14 +102,15 @@ class Posterior(ParticleModel):
         held = held_bytes(trainable, len(models), states)
         plan(len(models), held, 0, 0, device, chunk)  # refuses before anything is allocated
 
-        priors = [_make_prior(model, num_data) if prior is None else prior(model) for model in models]
-        joints = [Joint(model, likelihood.to(device), one, num_data) for model, one in zip(models, priors, strict=True)]
+        make_prior = prior or (lambda model: _make_prior(model, num_data))
+        likelihood, twins = likelihood.to(device), [copy.deepcopy(model) for model in models]
+        joints = [Joint(model, likelihood, make_prior(model), num_data) for model in twins]
         particles, carried = stack_joints(joints)
         if method == "svgd":
-            options["kernel"] = kernel or rbf
+            options |= {"kernel": kernel or rbf, "times_n": True}
         if method != "sgld":
             options["optimizer"] = make
-        scale = (len(models) if method == "svgd" else 1) / num_data  # learning rates are those of mean losses
+        scale = 1 / num_data  # learning rates are those of mean losses
         self.method: Method = METHODS[method](
             self._log_density, particles, carried=carried, scale=scale, chunk=chunk, **options
         )

@@ -1,0 +1,269 @@
+"""`fit_posterior` and whole posterior runs: exact resuming, every method and start, what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import bayestrain as bt
+from bayestrain import data
+from bayestrain.cli.app import app
+from bayestrain.errors import ConfigError, Interrupted, TrainingError
+from bayestrain.train import toml
+from bayestrain.train.config import PosteriorConfig, RunConfig
+from bayestrain.train.evaluation import evaluate_network
+from bayestrain.train.experiment import evaluate_run, run_experiment
+from bayestrain.train.material import load_material, outside_images
+from bayestrain.train.metrics import evaluator
+from bayestrain.train.outcome import warnings_of
+from bayestrain.train.progress import Silent
+
+DIGITS = data.load("mnist-mini")
+TRAIN = DIGITS.train.subset(range(1000))
+
+
+def network() -> nn.Module:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10)
+    )
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=6))
+    return model
+
+
+def settings(**changes: Any) -> bt.FitConfig:
+    common = {"epochs": 4, "batch_size": 100, "lr": 1e-2, "compact_from": 1, "compact_every": 1, "compact_tol": 0.3}
+    return bt.FitConfig(**{**common, "finetune_epochs": 2, "round_tol": 0.3, **changes})
+
+
+def jitter(images: Tensor, generator: torch.Generator) -> Tensor:
+    return data.shift(images, 1, generator)
+
+
+class StopAfter(Silent):
+    """Presses Ctrl-C after some epochs."""
+
+    def __init__(self, epoch: int) -> None:
+        self.last = epoch
+
+    def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:  # noqa: ARG002
+        if epoch > self.last:
+            raise KeyboardInterrupt
+
+
+def trained(folder: Path | None = None, config: bt.FitConfig | None = None, **options: Any) -> Any:
+    posterior = options.pop("posterior", PosteriorConfig(particles=3))
+    evaluate = evaluator(DIGITS.test.subset(range(200)), lambda x: x, "cpu")
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+    torch.manual_seed(1)
+    return bt.fit_posterior(
+        bt.independent(network, posterior.particles), TRAIN, evaluate, config or settings(), posterior,
+        prior=bt.PriorConfig(warmup_epochs=1, align_every=4), augment=jitter, folder=folder, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 5])
+def test_interrupted_and_resumed_is_bit_identical(stop: int, tmp_path: Path) -> None:
+    whole, result = trained(tmp_path / "whole")
+    with pytest.raises((Interrupted, KeyboardInterrupt)):
+        trained(tmp_path / "parts", progress=StopAfter(stop))
+    parts, again = trained(tmp_path / "parts", resume=True)
+    assert whole.ranks == parts.ranks
+    for group in ("particles", "carried"):
+        for name, tensor in getattr(whole, group).items():
+            assert torch.equal(getattr(parts, group)[name], tensor), name
+    assert result.own_ranks == again.own_ranks
+    assert result.spectra == again.spectra
+    for one, other in zip(result.history, again.history, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+@pytest.mark.parametrize(
+    "posterior",
+    [
+        {"particles": 3, "method": "ensemble"},
+        {"particles": 3, "method": "sgld", "temperature": 1e-3},
+        {"particles": 3, "kernel": "imq"},
+        {"particles": 3, "chunk": 2},
+    ],
+    ids=str,
+)
+def test_every_option_of_a_posterior_trains(posterior: dict[str, Any]) -> None:
+    found, result = trained(config=settings(clip_norm=1.0), posterior=PosteriorConfig(**posterior))
+    losses = [line["train_loss"] for line in result.history[1:]]
+    assert losses[3] < losses[0]
+    assert len(found) == 3
+    assert result.history[-1]["params"] < result.history[0]["params"]
+    assert result.history[-1]["validation"]["log_likelihood"] >= result.history[-1]["validation"]["mean_log_likelihood"]
+    if posterior.get("method") == "svgd" or "chunk" in posterior:
+        plain, _ = trained(config=settings(clip_norm=1.0))
+        for name, tensor in plain.particles.items():
+            torch.testing.assert_close(found.particles[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_given_ranks_stay_as_they_are() -> None:
+    start = network()
+    bt.compact_(start, 0.5)
+    before = bt.ranks(start)
+    found, result = bt.fit_posterior(
+        bt.around(start, 3), TRAIN, None, settings(), PosteriorConfig(particles=3), fixed_ranks=True
+    )
+    assert found.ranks == before
+    assert len(result.history) == 3  # only the two epochs of fine-tuning, and the start
+    assert result.own_ranks == {}
+
+
+def test_a_particle_that_breaks_is_dropped_and_told(tmp_path: Path) -> None:
+    messages: list[str] = []
+
+    class Listen(Silent):
+        def message(self, text: str) -> None:
+            messages.append(text)
+
+    models = bt.independent(network, 4)
+    with torch.no_grad():
+        models[1].get_parameter("5.bias").fill_(float("nan"))
+    found, result = bt.fit_posterior(
+        models, TRAIN, None, settings(), PosteriorConfig(particles=4), progress=Listen(), folder=tmp_path
+    )
+    assert len(found) == 3
+    assert "particles [1] have weights that are not finite and were dropped; 3 are left" in messages
+    assert result.history[-1]["particles"] == 3
+    resumed, _ = bt.fit_posterior(
+        bt.independent(network, 4), TRAIN, None, settings(), PosteriorConfig(particles=4), folder=tmp_path, resume=True
+    )
+    assert len(resumed) == 3
+    with torch.no_grad():
+        for model in models[1:]:
+            model.get_parameter("5.bias").fill_(float("nan"))
+    with pytest.raises(TrainingError, match="3 of 4 particles is not finite"):
+        bt.fit_posterior(models, TRAIN, None, settings(), PosteriorConfig(particles=4))
+
+
+SHORT = (
+    "fit.epochs=2", "fit.finetune_epochs=1", "fit.batch_size=1000", "fit.compact_from=1", "fit.compact_tol=0.2",
+    "fit.round_tol=0.3", "tensorize.max_rank=6", "posterior.particles=3",
+)  # fmt: skip
+
+
+def config(*changes: str) -> RunConfig:
+    return toml.named("mnist-mini", "default", [*SHORT, *changes])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("posterior") / "run"
+    run_experiment(config(), folder, device="cpu", resume=False, progress=Silent(), command="a test")
+    return folder
+
+
+def test_a_run_leaves_the_posterior_its_figures_and_the_map_point(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    posterior = result["posterior"]
+    assert (posterior["method"], posterior["particles"], posterior["start"]) == ("svgd", 3, "independent")
+    assert len(posterior["particle_accuracy"]) == 3
+    assert posterior["mean_log_likelihood"] <= posterior["uncalibrated"]["log_likelihood"]
+    assert posterior["temperature"] == posterior["calibrated"]["temperature"] != 1.0
+    assert result["ece"] == posterior["calibrated"]["ece"]
+    assert posterior["ood"]["name"] == "patches"
+    assert (
+        posterior["map"]["ood_auroc"]
+        == json.loads((run / "map" / "result.json").read_text())["posterior"]["ood"]["auroc"]
+    )
+    assert set(posterior["own_ranks"]) == {"1", "3"}
+    assert posterior["bonds"] == 4
+    assert set(posterior["diagnostics"]) == {
+        "bandwidth", "kernel_mass", "spread", "effective_particles", "disagreement", "ksd"
+    }  # fmt: skip
+    loaded = bt.load_posterior(run)
+    found = evaluate_network(
+        config("posterior.calibrate=false"), load_material(config(), False), loaded, torch.device("cpu")
+    )
+    assert float((found.prediction.classes == DIGITS.test.labels).double().mean()) == pytest.approx(result["accuracy"])
+    assert not (run / "model.safetensors").exists()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_experiment(config(), run, device="cpu", resume=False, progress=Silent(), command="")
+
+
+def test_evaluating_again_finds_the_same_figures(run: Path, tmp_path: Path) -> None:
+    before = json.loads((run / "result.json").read_text())
+    after = evaluate_run(run, device="cpu", command="again").summary
+    for key in ("accuracy", "log_likelihood", "ece", "brier"):
+        assert after[key] == pytest.approx(before[key], rel=1e-6)
+    assert after["posterior"]["own_ranks"] == before["posterior"]["own_ranks"]
+    assert after["evaluated_again"]["command"] == "again"
+    with pytest.raises(TrainingError, match="no finished run"):
+        evaluate_run(tmp_path, device="cpu", command="")
+
+
+def test_a_run_stopped_in_its_map_point_goes_on(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run_experiment(config(), folder, device="cpu", resume=False, progress=StopAfter(1), command="a test")
+    assert not (folder / "checkpoint-last.pt").exists()
+    run_experiment(config(), folder, device="cpu", resume=True, progress=Silent(), command="a test")
+    for name in ("posterior.safetensors", "evaluation.safetensors", "map/model.safetensors"):
+        assert (folder / name).read_bytes() == (run / name).read_bytes(), name
+
+
+def test_around_a_map_point_particles_hardly_differ_and_the_run_says_so(tmp_path: Path) -> None:
+    chosen = config(
+        'posterior.start="jitter"', "posterior.jitter=1e-4", "posterior.jitter_epochs=1", "fit.finetune_lr=1e-5"
+    )
+    result = run_experiment(chosen, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="").summary
+    assert result["ranks"] == json.loads((tmp_path / "run" / "map" / "result.json").read_text())["ranks"]
+    assert result["posterior"]["diagnostics"]["effective_particles"] < 1.5
+    assert "collapsed" in result["posterior"]["warnings"][0]
+
+
+def test_warnings_say_what_to_do() -> None:
+    fine = {"effective_particles": 9.9, "disagreement": 0.02}
+    assert warnings_of(10, 10, fine) == []
+    assert "2 of 10 particles broke" in warnings_of(8, 10, fine)[0]
+    assert "independent" in warnings_of(10, 10, {"effective_particles": 1.2, "disagreement": 0.0})[0]
+    assert "hardly in what they say" in warnings_of(10, 10, {"effective_particles": 9.9, "disagreement": 1e-5})[0]
+
+
+def test_patches_are_the_same_pixels_in_another_order() -> None:
+    mixed = outside_images("patches", DIGITS, seed=0)
+    assert mixed is not None
+    assert torch.equal(mixed.images.flatten(1).sort(1).values, DIGITS.test.images.flatten(1).sort(1).values)
+    assert float((mixed.images == DIGITS.test.images).float().mean()) < 0.95
+    assert outside_images("none", DIGITS, seed=0) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["posterior.particles=1"], "at least 2 particles.*0 for a single point"),
+        (["data.validation_fraction=0.0"], "calibrate needs images held out"),
+        (['posterior.outside="cifar10"'], "has 3x32x32 images, but the network takes 1x28x28"),
+        (["posterior.particles=-1"], "posterior.particles"),
+        (['posterior.method="hmc"'], "posterior.method"),
+    ],
+)
+def test_bad_settings_are_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(*changes)
+
+
+def test_the_command_line_trains_evaluates_and_predicts_with_a_posterior(run: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    assert "posterior:" in CliRunner().invoke(app, ["evaluate", str(run)]).stdout
+    Image.fromarray(DIGITS.test.images[0, 0].numpy()).save(tmp_path / "digit.png")
+    answer = CliRunner().invoke(app, ["predict", str(run), str(tmp_path / "digit.png"), "--json"])
+    found = json.loads(answer.stdout)[0]
+    assert found["low"] <= found["high"]
+    assert found["total"] == pytest.approx(found["aleatoric"] + found["epistemic"])
+    table = CliRunner().invoke(app, ["predict", str(run), str(tmp_path / "digit.png")]).stdout
+    assert "90 % of networks say" in table
+    refused = CliRunner().invoke(app, ["train", "mnist-mini", "--particles", "1", "--out", str(tmp_path / "no")])
+    assert refused.exit_code == 2
+    assert not (tmp_path / "no").exists()
