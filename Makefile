@@ -3,14 +3,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint results clean
+.PHONY: help demo test lint results posteriors clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## your own loop against a dense network, then a full run with its report
+demo: $(INSTALLED) ## your own loop against a dense network, then a small posterior with its report
 	$(BIN)/python examples/own_loop.py
-	$(BIN)/bayestrain train --overwrite --out runs/demo
+	$(BIN)/bayestrain train --particles 5 --overwrite --out runs/demo
 
 test: lint ## everything CI runs: lint, then the tests
 	$(BIN)/pytest
@@ -21,9 +21,16 @@ lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-results: $(INSTALLED) ## run again what is under results/: an hour or less on two cores
+results: $(INSTALLED) ## run again what is under results/ and needs no GPU: an hour or less on two cores
 	$(BIN)/python tools/run_seeds.py mnist --seeds 0 1 2 3 4 --jobs 2
 	$(BIN)/python benchmarks/compaction.py mnist
+	$(BIN)/python benchmarks/particles.py
+
+posteriors: $(INSTALLED) ## run again the posteriors under results/: some minutes on a large GPU, hours without
+	$(BIN)/python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
+	$(BIN)/python tools/run_seeds.py mnist --label svgd-50 --seeds 0 1 2 --particles 50 --set fit.batch_size=1024 \
+	  --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2 --set fit.compact_from=8 --set prior.warmup_epochs=6
+	$(BIN)/python benchmarks/particles.py --device cuda
 
 clean: ## remove .venv, caches and build output; runs/ stays
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

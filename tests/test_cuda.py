@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from torch import Tensor, nn
 
 import bayestrain as bt
 from bayestrain import data, tt
+from bayestrain.errors import Interrupted
+from bayestrain.train import toml
+from bayestrain.train.experiment import run_experiment
 from bayestrain.train.metrics import evaluator
+from bayestrain.train.progress import Silent
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -82,3 +87,93 @@ def test_fit_on_the_gpu_and_resume(precision: str, tmp_path: Path) -> None:
     bt.fit(again, train, evaluate, config, device="cuda", folder=tmp_path, resume=True)
     x = splits.test.images[:10].float().cuda() / 255
     torch.testing.assert_close(again.eval()(x), net.eval()(x))
+
+
+def posterior(device: str, capturable: bool) -> bt.Posterior:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            bt.TTConv2d(4, 16, 3, padding=1, max_rank=4), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
+            bt.TTLinear(16 * 36, 10, max_rank=(5,)),
+        ).double()  # fmt: skip
+
+    def optimizer(tensors: Any) -> torch.optim.Optimizer:
+        if not capturable:
+            return torch.optim.SGD(tensors, lr=1e-2, momentum=0.9)
+        return torch.optim.Adam(tensors, lr=torch.tensor(1e-2, dtype=torch.float64, device=device), capturable=True)
+
+    return bt.Posterior(
+        [net.to(device) for net in bt.independent(build, 4)], 100, optimizer=optimizer,
+        prior=lambda net: bt.RankPrior(net, 100, warmup_steps=5, align_every=6),
+    )  # fmt: skip
+
+
+def batches(number: int, device: str) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(8, 4, 6, 6, generator=generator).double().to(device),
+            torch.randint(0, 10, (8,), generator=generator).to(device),
+        )
+        for _ in range(number)
+    ]
+
+
+def test_a_posterior_agrees_with_the_cpus() -> None:
+    ours, theirs = posterior("cpu", False), posterior("cuda", False)
+    for (x, y), (on_gpu, labels) in zip(batches(10, "cpu"), batches(10, "cuda"), strict=True):
+        ours.step(x, y)
+        theirs.step(on_gpu, labels)
+    for name, tensor in ours.particles.items():
+        torch.testing.assert_close(theirs.particles[name].cpu(), tensor, rtol=1e-7, atol=1e-8, msg=name)
+    assert ours.compact_(0.3).parameters == theirs.compact_(0.3).parameters
+    torch.testing.assert_close(theirs.predict(x).mean, ours.predict(x).mean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_captured_step_is_the_ordinary_step_bit_for_bit() -> None:
+    """Warm-up of the prior, alignments, another learning rate, a batch of another size, compaction, fixed ranks."""
+    captured, ordinary = posterior("cuda", True), posterior("cuda", True)
+    used = 0
+    for number, (x, y) in enumerate(batches(40, "cuda")):
+        if number == 10:
+            captured.method.set_lr(3e-3)
+            ordinary.method.set_lr(3e-3)
+        if number == 15:
+            x, y = x[:5], y[:5]
+        if number in (20, 30):
+            rule = "contribution" if number == 20 else "rounding"
+            assert captured.compact_(0.3, rule).parameters == ordinary.compact_(0.3, rule).parameters
+        if number == 30:
+            captured.fix_ranks_()
+            ordinary.fix_ranks_()
+        ordinary._steady = -1_000_000  # never captured
+        ours, theirs = captured.step(x, y), ordinary.step(x, y)
+        used += captured._captured is not None
+        assert torch.equal(ours.log_likelihood, theirs.log_likelihood), number
+        for group in ("particles", "carried"):
+            for name, tensor in getattr(ordinary, group).items():
+                assert torch.equal(getattr(captured, group)[name], tensor), (number, name)
+    assert used > 25
+    assert ordinary._captured is None
+    assert captured.prior.steps == ordinary.prior.steps
+
+
+def test_a_posterior_run_on_the_gpu_resumes(tmp_path: Path) -> None:
+    config = toml.named("mnist-mini", "default", [
+        "fit.epochs=3", "fit.finetune_epochs=1", "fit.batch_size=500", "fit.compact_from=1", "posterior.particles=3",
+        "posterior.compare_map=false",
+    ])  # fmt: skip
+
+    class Stop(Silent):
+        def epoch(self, record: Any) -> None:
+            if record["epoch"] == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run_experiment(config, tmp_path / "run", device="cuda", resume=False, progress=Stop(), command="")
+    result = run_experiment(config, tmp_path / "run", device="cuda", resume=True, progress=Silent(), command="").summary
+    assert result["accuracy"] > 0.9
+    digits = data.load("mnist-mini").test.images[:50].float() / 255
+    loaded = bt.load_posterior(tmp_path / "run")
+    torch.testing.assert_close(
+        loaded.predict(digits).mean, loaded.to("cuda").predict(digits).mean, rtol=1e-3, atol=1e-4
+    )

@@ -8,6 +8,7 @@ import re
 import tomllib
 from functools import reduce
 from pathlib import Path
+from statistics import fmean
 
 import grimp
 import pytest
@@ -52,7 +53,9 @@ def test_readme_code_runs_and_makes_a_small_network(
     names: dict[str, object] = {}
     for number, code in enumerate(blocks(README, "python"), start=1):
         exec(compile(code, f"README.md, python block {number}", "exec"), names)
-    model, fresh, digits = (names[name] for name in ("model", "fresh", "digits"))
+    model, fresh, digits, posterior, again = (
+        names[name] for name in ("model", "fresh", "digits", "posterior", "again")
+    )
     assert bt.count_parameters(model) * 40 < 496_885
     with torch.no_grad():
         answers = model(digits.test.images.float() / 255)
@@ -60,6 +63,10 @@ def test_readme_code_runs_and_makes_a_small_network(
         torch.testing.assert_close(fresh(digits.test.images[:100].float() / 255), answers[:100])
     assert right > 0.8  # three epochs at a constant rate: far from the best, and far from chance
     assert "1 20 20 20 1" in capsys.readouterr().out
+    assert posterior.parameters_each * 40 < 496_885
+    prediction = posterior.predict(digits.test.images / 255)
+    assert prediction.metrics(digits.test.labels)["accuracy"] > 0.8
+    torch.testing.assert_close(again.predict(digits.test.images / 255).mean, prediction.mean)
 
 
 def test_readme_does_not_exceed_its_promise_of_a_short_example() -> None:
@@ -83,6 +90,57 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
     assert f"{bench['speedup']:.2f} times faster" in README.read_text()
     assert len(summary["params"]["each"]) == 5
     assert summary["failed"] == []
+
+
+@pytest.mark.parametrize("particles", [20, 50])
+def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
+    text, folder = " ".join(README.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
+    mean = {key: value["mean"] for key, value in summary.items() if isinstance(value, dict)}
+    formats = (("accuracy", 100, ".2f", " %"), ("log_likelihood", 1, ".4f", ""), ("ece", 1, ".4f", ""),
+               ("auroc", 1, ".3f", ""))  # fmt: skip
+    for label, prefix in ((f"MAP, settings of the {particles}", "map_"), (f"{particles} particles", "")):
+        cells = [f"{mean[prefix + 'params']:,.0f}"]
+        for key, factor, style, unit in formats:
+            found = summary[prefix + key]
+            cells.append(f"{factor * found['mean']:{style}} ± {factor * found['spread']:{style}}{unit}")
+        assert f"| {label} | {' | '.join(cells)} |" in text, cells
+    for key, _, _, _ in formats:
+        pairs = zip(summary[key]["each"], summary[f"map_{key}"]["each"], strict=True)
+        assert key == "ece" or all(ours > point for ours, point in pairs)  # "for every seed"
+    assert abs(mean["ece"] - mean["map_ece"]) < summary["map_ece"]["spread"]  # "within the spread"
+    assert (mean["ece"] > mean["map_ece"]) == (particles == 20)  # "a little worse with 20", "a hair better with 50"
+    first = particles == 20
+    for words in (
+        f"AUROC of {mean['auroc_epistemic']:.3f} with 20" if first else f"and {mean['auroc_epistemic']:.3f} with 50",
+        f"(ECE {mean['uncalibrated_ece']:.3f} and" if first else f"and {mean['uncalibrated_ece']:.3f}), so its",
+        f"errors are {mean['map_calibrated_ece']:.4f} and" if first else f" and {mean['map_calibrated_ece']:.4f}.",
+        f"the 20 take {mean['seconds']:.0f} s" if first else f"larger batches, {mean['seconds']:.0f} s",
+    ):
+        assert words in text, words
+    if first:
+        together = 20 * mean["params"]
+        assert f"(log likelihood {mean['mean_log_likelihood']:.3f})" in text
+        assert f"{together:,.0f} parameters together, {496_885 / together:.1f} times fewer" in text
+
+
+@pytest.mark.parametrize("particles", [20, 50])
+def test_the_methods_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
+    text, folder = " ".join(METHOD.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
+    runs = [json.loads((folder / f"seed-{seed}" / "result.json").read_text()) for seed in range(3)]
+    lie = [run["posterior"]["diagnostics"] for run in runs]
+    mass, push = fmean(d["kernel_mass"] for d in lie), fmean(2 / d["bandwidth"] for d in lie)
+    assert f"{mass:.3f} for {particles}" in text
+    assert f"{push:.4f} for {particles}" in text
+    assert f"particles together {fmean(run['posterior']['temperature'] for run in runs):.2f}." in text
+    assert len({d["ksd"] > 0 for d in lie}) == 2  # "with either sign"
+    for run in runs:
+        assert run["validation"]["accuracy"] < run["accuracy"]  # "harder than its test images"
+        assert abs(run["posterior"]["map"]["calibrated"]["temperature"] - 1) < 0.1
+        for name, bonds in run["posterior"]["own_ranks"].items():
+            assert run["ranks"][name][1:-1] == [max(bond) for bond in bonds]  # "always the largest of these"
+            assert all(max(bond) - min(bond) <= 3 for bond in bonds)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

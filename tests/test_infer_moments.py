@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,12 +20,17 @@ def adam(lr: float) -> Callable[[Sequence[Tensor]], torch.optim.Optimizer]:
     return lambda tensors: torch.optim.Adam(tensors, lr=lr)
 
 
+def momentum(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=1.0, momentum=0.9)
+
+
 def normal(mean: Tensor, covariance: Tensor) -> LogDensity:
     precision = torch.linalg.inv(covariance)
 
     def log_density(p: dict[str, Tensor], batch: Any) -> Tensor:  # noqa: ARG001
         away = p["x"] - mean
-        return -0.5 * ((away @ precision) * away).sum(1)
+        energy: Tensor = ((away @ precision) * away).sum(1)
+        return -0.5 * energy
 
     return log_density
 
@@ -71,22 +77,24 @@ def joint(p: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def test_svgd_finds_the_posterior_of_a_linear_regression() -> None:
     x, y, mean, covariance = regression()
-    method = SVGD(joint, {"x": torch.randn(150, 2, dtype=F64)}, adam(0.05))
-    found = settle(method, [(300, 0.05), (200, 0.005)], lambda: (x, y))
-    assert_within(found.mean(0), mean, 0.01)
+    method = SVGD(joint, {"x": torch.randn(150, 2, dtype=F64)}, momentum)
+    found = settle(method, [(300, 0.005)], lambda: (x, y))
+    torch.testing.assert_close(found.mean(0), mean, rtol=0.0, atol=1e-3)  # the standard deviations are near 0.08
     assert_within(torch.cov(found.T), covariance, 0.1)
 
 
 def test_svgd_finds_the_posterior_of_a_linear_regression_from_minibatches() -> None:
     x, y, mean, covariance = regression()
 
-    def batch() -> tuple[Tensor, Tensor]:
-        chosen = torch.randperm(60)[:20]
-        return x[chosen], y[chosen]
+    def epochs() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            for chosen in torch.randperm(60).split(20):
+                yield x[chosen], y[chosen]
 
-    method = SVGD(joint, {"x": torch.randn(150, 2, dtype=F64)}, adam(0.05))
-    found = settle(method, [(300, 0.05), (300, 0.005), (600, 0.0005)], batch)
-    assert_within(found.mean(0), mean, 0.1)
+    batches = epochs()
+    method = SVGD(joint, {"x": torch.randn(150, 2, dtype=F64)}, momentum)
+    found = settle(method, [(200, 0.005), (300, 0.0005), (600, 0.00005)], lambda: next(batches))
+    torch.testing.assert_close(found.mean(0), mean, rtol=0.0, atol=5e-3)
     assert_within(torch.cov(found.T), covariance, 0.1)
 
 
@@ -95,13 +103,13 @@ def test_svgd_crosses_over_to_the_second_mode_of_a_mixture() -> None:
 
     def mixture(p: dict[str, Tensor], batch: Any) -> Tensor:  # noqa: ARG001
         x = p["x"]
-        return torch.logaddexp(-0.5 * (x + 2).square(), 0.6931471805599453 - 0.5 * (x - 2).square())
+        return torch.logaddexp(-0.5 * (x + 2).square(), math.log(2) - 0.5 * (x - 2).square())
 
-    method = SVGD(mixture, {"x": -10 + torch.randn(100, dtype=F64)}, adam(0.1))
-    x = settle(method, [(600, 0.1), (100, 0.02)])
-    assert float((x < 0).double().mean()) == pytest.approx(1 / 3, abs=0.07)
-    assert float(x[x < 0].mean()) == pytest.approx(-2, abs=0.25)
-    assert float(x[x > 0].mean()) == pytest.approx(2, abs=0.25)
+    method = SVGD(mixture, {"x": -10 + torch.randn(100, dtype=F64)}, momentum)
+    x = settle(method, [(700, 1.0)])
+    assert float((x < 0).double().mean()) == pytest.approx(1 / 3, abs=0.05)
+    assert float(x[x < 0].mean()) == pytest.approx(-2, abs=0.2)
+    assert float(x[x > 0].mean()) == pytest.approx(2, abs=0.2)
     assert float(x.mean()) == pytest.approx(2 / 3, rel=0.1)
     assert float(x.square().mean()) == pytest.approx(5, rel=0.1)
 
@@ -126,7 +134,7 @@ def test_sgld_draws_from_a_gaussian_and_temperature_scales_its_variance(memory: 
     mean, variance = torch.tensor([1.0, -2.0], dtype=F64), torch.tensor([1.0, 0.25], dtype=F64)
     method = SGLD(
         normal(mean, variance.diag()),
-        {"x": torch.randn(4000, 2, dtype=F64)},
+        {"x": torch.zeros(4000, 2, dtype=F64)},
         lr=0.02,
         memory=memory,
         temperature=temperature,
@@ -135,7 +143,8 @@ def test_sgld_draws_from_a_gaussian_and_temperature_scales_its_variance(memory: 
         method.step(None)
     x = method.particles["x"].detach()
     torch.testing.assert_close(x.mean(0), mean, rtol=0.0, atol=0.05)
-    torch.testing.assert_close(x.var(0), temperature * variance, rtol=0.1, atol=0.0)
+    bias = 0.15 if memory else 0.1  # a preconditioner that follows the chain widens it a little
+    torch.testing.assert_close(x.var(0), temperature * variance, rtol=bias, atol=0.0)
     assert abs(float(torch.corrcoef(x.T)[0, 1])) < 0.06
 
 
@@ -154,8 +163,8 @@ def test_a_step_of_sgld_is_the_printed_formula() -> None:
 
     preconditioned = SGLD(bowl, {"x": start}, lr=lr, temperature=temperature, scale=scale, seed=5, memory=0.9)
     preconditioned.step(None)
-    step = step / (3 * scale * start.abs())  # the first step's gradient is all that there is to remember
-    expected = start - 3 * step * start + (2 * step * temperature).sqrt() * noise
+    steps = step / (3 * scale * start.abs())  # the first step's gradient is all that there is to remember
+    expected = start - 3 * steps * start + (2 * steps * temperature).sqrt() * noise
     torch.testing.assert_close(preconditioned.particles["x"].detach(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -170,7 +179,6 @@ def test_sgld_at_temperature_zero_is_gradient_ascent() -> None:
 
 
 def test_map_finds_the_mode() -> None:
-    _, _, mean, _ = regression()
     x, y, mean, _ = regression()
     method = MAP(joint, {"x": torch.randn(1, 2, dtype=F64)}, lambda tensors: torch.optim.SGD(tensors, lr=1e-3))
     for _ in range(300):

@@ -32,9 +32,9 @@ def start(n: int) -> dict[str, Tensor]:
 def log_density(p: dict[str, Tensor], batch: Any) -> Tensor:
     """A linear regression with unknown noise, and a prior that is not Gaussian."""
     x, y = batch
-    mean = x @ p["weight"] + p["bias"][:, None]
+    mean: Tensor = x @ p["weight"] + p["bias"][:, None]
     noise = p["log_scale"][:, None, None]
-    likelihood = -0.5 * ((y - mean) * torch.exp(-noise)) ** 2 - noise
+    likelihood: Tensor = -0.5 * ((y - mean) * torch.exp(-noise)) ** 2 - noise
     prior = torch.cos(p["weight"]).sum((1, 2)) - 0.1 * p["bias"].pow(4).sum(1) - p["log_scale"].square()
     return likelihood.sum((1, 2)) + prior
 
@@ -159,11 +159,11 @@ class Largest(TorchDispatchMode):
     """Notes the elements of the largest tensor that operations make; those that are there already do not count."""
 
     def __init__(self, *there: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.there = {tensor.untyped_storage().data_ptr() for tensor in there}
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self.there:

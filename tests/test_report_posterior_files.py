@@ -43,8 +43,14 @@ def test_all_of_a_posterior_is_read(posterior: Path) -> None:
     assert evaluation is not None
     assert evaluation.particles is not None
     assert evaluation.uncertainty is not None
-    assert evaluation.particles.mean(0) == pytest.approx(evaluation.probabilities[evaluation.hardest], abs=1e-6)
-    assert evaluation.entropy == pytest.approx(evaluation.uncertainty.total, abs=1e-5)
+    mixture = evaluation.particles.mean(0)
+    sharpened = mixture ** (1 / result["temperature"])
+    sharpened /= sharpened.sum(1, keepdims=True)
+    assert sharpened == pytest.approx(evaluation.probabilities[evaluation.hardest], abs=1e-5)
+    entropy = -(mixture * np.log(mixture)).sum(1)
+    assert entropy == pytest.approx(evaluation.uncertainty.total[evaluation.hardest], abs=1e-4)
+    assert run.posterior.temperature == result["temperature"]
+    assert run.posterior.plain_ece == result["uncalibrated"]["ece"]
     assert [r.diagnostics is not None and r.diagnostics.disagreement is not None for r in run.history] == [True] * 4
     assert run.missing == ()
 

@@ -19,6 +19,8 @@ SETTINGS = (
 )  # fmt: skip
 KILLS = 10
 EXACT = ("model.safetensors", "model.json", "evaluation.safetensors", "spectra.json")
+POSTERIOR = ("--particles", "3", "--set", "tensorize.max_rank=6")
+POSTERIOR_KILLS = 3
 
 
 def start(folder: Path, *extra: str) -> subprocess.Popen[bytes]:
@@ -53,15 +55,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return folder, time.monotonic() - started
 
 
-def kill_and_resume(run: Path, after: float) -> int:
+def kill_and_resume(run: Path, after: float, *extra: str) -> int:
     """How many epochs had been written down when the run was killed."""
-    process = start(run)
+    process = start(run, *extra)
     time.sleep(after)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    history = run / "history.jsonl"
-    reached = len(history.read_text().splitlines()) if history.exists() else 0
-    finish(start(run, "--resume") if (run / "config.toml").exists() else start(run))  # killed too early
+    histories = [file for file in (run / "history.jsonl", run / "map" / "history.jsonl") if file.exists()]
+    reached = sum(len(history.read_text().splitlines()) for history in histories)
+    # Without a config it was killed too early.
+    finish(start(run, *extra, "--resume") if (run / "config.toml").exists() else start(run, *extra))
     return reached
 
 
@@ -78,6 +81,21 @@ def test_killed_at_ten_random_times_the_resumed_run_is_bit_identical(
         for name in EXACT:
             assert (run / name).read_bytes() == (folder / name).read_bytes(), (run.name, name, reached)
     assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"
+
+
+def test_a_posterior_killed_in_its_map_point_or_later_ends_in_the_same_bits(tmp_path: Path) -> None:
+    whole = tmp_path / "undisturbed"
+    started = time.monotonic()
+    finish(start(whole, *POSTERIOR))
+    seconds = time.monotonic() - started
+    runs = [tmp_path / f"run{kill}" for kill in range(POSTERIOR_KILLS)]
+    moments = [seconds * (0.35 + 0.6 * kill / POSTERIOR_KILLS) for kill in range(POSTERIOR_KILLS)]
+    with ThreadPoolExecutor(2) as pool:
+        reached = list(pool.map(lambda run, after: kill_and_resume(run, after, *POSTERIOR), runs, moments))
+    for run in runs:
+        for name in ("posterior.safetensors", "model.json", "evaluation.safetensors", "spectra.json", "map/model.json"):
+            assert (run / name).read_bytes() == (whole / name).read_bytes(), (run.name, name, reached)
+    assert len(set(reached)) > 1, f"the kills all came at the same stage: {reached}"
 
 
 def test_the_run_that_was_killed_really_cut_ranks(reference: tuple[Path, float]) -> None:

@@ -34,6 +34,8 @@ class Method(ABC):
 
     Args:
         log_density: called with stacked particles (perhaps only some of them) and a batch.
+        log_prior: a part of the log density that needs no batch and little memory, added to it: called once with all
+            particles where `log_density` is called chunk by chunk.
         particles: where they start, ``{name: (n, ..)}``; copied.
         optimizer: makes any torch optimiser for a list of tensors; the direction to climb is handed to it.
         carried: stacked tensors that belong to particles but are not moved by gradients; `log_density` gets them among
@@ -53,6 +55,7 @@ class Method(ABC):
         particles: Particles,
         optimizer: MakeOptimizer,
         *,
+        log_prior: Callable[[dict[str, Tensor]], Tensor] | None = None,
         carried: dict[str, Tensor] | None = None,
         scale: float = 1.0,
         chunk: int | None = None,
@@ -65,7 +68,7 @@ class Method(ABC):
             )
         if chunk is not None and chunk < 1:
             raise ConfigError(f"chunk is a number of particles and must be at least 1, got {chunk}.")
-        self.log_density = log_density
+        self.log_density, self.log_prior = log_density, log_prior
         self.particles = {
             name: tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
             for name, tensor in particles.items()
@@ -126,29 +129,44 @@ class Method(ABC):
     def gradients(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """``(log densities (n,), {name: gradient (n, ..)})``, chunk by chunk."""
         size = self.n if self.chunk is None else min(self.chunk, self.n)
-        values: list[Tensor] = []
+        before: Tensor | None = None
         gradients: dict[str, Tensor] = {}
+        if self.log_prior is not None:
+            before, gradients = self._gradients(slice(0, self.n), self.log_prior)
+        values: list[Tensor] = []
         for start in range(0, self.n, size):
             part = slice(start, min(start + size, self.n))
-            leaves = {name: tensor.detach()[part].requires_grad_() for name, tensor in self.particles.items()}
-            carried = {name: tensor[part] for name, tensor in self.carried.items()}
-            value = self.log_density({**leaves, **carried}, batch)
-            many = part.stop - part.start
-            if value.shape != (many,):
-                raise ShapeError(
-                    f"log_density must return one number per particle, shape ({many},), got {tuple(value.shape)}."
-                )
-            found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-            values.append(value.detach())
-            seen: set[int] = set()
-            for name, gradient in zip(leaves, found, strict=True):
-                if size == self.n:
-                    # Of x + y, autograd returns one tensor as the gradient of both; it is changed in place later.
-                    gradients[name] = gradient.clone() if gradient.data_ptr() in seen else gradient.contiguous()
-                    seen.add(gradient.data_ptr())
+            value, found = self._gradients(part, lambda tensors: self.log_density(tensors, batch))
+            values.append(value)
+            for name, gradient in found.items():
+                if self.log_prior is not None:
+                    gradients[name][part] += gradient
+                elif size == self.n:
+                    gradients[name] = gradient
                 else:
                     gradients.setdefault(name, torch.empty_like(self.particles[name]))[part] = gradient
-        return torch.cat(values), gradients
+        joined = torch.cat(values)
+        return joined if before is None else joined + before, gradients
+
+    def _gradients(
+        self, part: slice, density: Callable[[dict[str, Tensor]], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Values and gradients of a density for some of the particles."""
+        leaves = {name: tensor.detach()[part].requires_grad_() for name, tensor in self.particles.items()}
+        value = density({**leaves, **{name: tensor[part] for name, tensor in self.carried.items()}})
+        number = part.stop - part.start
+        if value.shape != (number,):
+            raise ShapeError(
+                f"log_density must return one number per particle, shape ({number},), got {tuple(value.shape)}."
+            )
+        found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        gradients: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, gradient in zip(leaves, found, strict=True):
+            # Of x + y, autograd returns one tensor as the gradient of both; gradients are changed in place later.
+            gradients[name] = gradient.clone() if gradient.data_ptr() in seen else gradient.contiguous()
+            seen.add(gradient.data_ptr())
+        return value.detach(), gradients
 
     def set_lr(self, lr: float) -> None:
         """Change the optimiser's learning rate."""

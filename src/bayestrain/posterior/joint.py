@@ -25,9 +25,13 @@ class Joint(nn.Module):
         """The prior's weight of this step. A tensor, so that a captured step sees it change."""
 
     def forward(self, what: str, *inputs: Tensor) -> dict[str, Tensor]:
-        """For one particle its "density", its "outputs", what these "describe", or a step of its lambda ("lambda")."""
-        if what == "density":
-            return self._density(*inputs)
+        """For one particle its "likelihood" or "prior", its "outputs", what these "describe", or lambda's "step"."""
+        if what == "likelihood":
+            return self._likelihood(*inputs)
+        if what == "prior":
+            assert self.prior is not None
+            value = self.prior.log_prob()
+            return {"density": self.prior_weight * value, "prior": value.detach()}
         if what == "outputs":
             return {"outputs": self.model(*inputs)}
         if what == "describe":
@@ -36,17 +40,15 @@ class Joint(nn.Module):
         self.prior.step()
         return {}
 
-    def _density(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """``N * mean log likelihood + weight * log prior`` and its parts."""
-        assert self.prior is not None
+    def _likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """``N * mean log likelihood``, that mean, and the outputs."""
         outputs = self.model(x)
         if outputs.dtype in (torch.bfloat16, torch.half):
             outputs = outputs.float()
         log_probs = self.likelihood(outputs, y)
         check_log_prob(log_probs, len(y))
-        data, prior = log_probs.mean(), self.prior.log_prob()
-        density = self.num_data * data + self.prior_weight * prior
-        return {"density": density, "data": data.detach(), "prior": prior.detach(), "outputs": outputs.detach()}
+        data = log_probs.mean()
+        return {"density": self.num_data * data, "data": data.detach(), "outputs": outputs.detach()}
 
     def batched(self, particles: Mapping[str, Tensor], what: str, *inputs: Tensor) -> dict[str, Tensor]:
         """`forward` for all particles at once, on the same inputs."""

@@ -98,7 +98,7 @@ def activation_bytes(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor)
     devices = [x.device] if x.device.type == "cuda" else []
     keep_noted = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
     with torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
-        functional_call(joint, point, ("density", x, y))
+        functional_call(joint, point, ("likelihood", x, y))
     return BACKWARD * (sum(saved.values()) + int(largest.bytes))
 
 

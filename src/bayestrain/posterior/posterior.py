@@ -112,7 +112,13 @@ class Posterior(ParticleModel):
             options["optimizer"] = make
         scale = 1 / num_data  # learning rates are those of mean losses
         self.method: Method = METHODS[method](
-            self._log_density, particles, carried=carried, scale=scale, chunk=chunk, **options
+            self._log_likelihood,
+            particles,
+            log_prior=self._log_prior,
+            carried=carried,
+            scale=scale,
+            chunk=chunk,
+            **options,
         )
         super().__init__(joints[0], self.method.particles, self.method.carried)
         self.num_data = num_data
@@ -164,13 +170,19 @@ class Posterior(ParticleModel):
         self._seen = []
         info = self.method.advance((x, y))
         with torch.no_grad():
-            self.joint.batched({n: t.detach() for n, t in {**self.particles, **self.carried}.items()}, "lambda")
-        data, prior, outputs = (torch.cat([s[k] for s in self._seen]) for k in ("data", "prior", "outputs"))
+            self.joint.batched({n: t.detach() for n, t in {**self.particles, **self.carried}.items()}, "step")
+        prior, *parts = self._seen
         self._seen = []
-        return data, prior, outputs, info.alive
+        data, outputs = (torch.cat([part[key] for part in parts]) for key in ("data", "outputs"))
+        return data, prior["prior"], outputs, info.alive
 
-    def _log_density(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        found = self.joint.batched(tensors, "density", *batch)
+    def _log_likelihood(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        found = self.joint.batched(tensors, "likelihood", *batch)
+        self._seen.append(found)
+        return found["density"]
+
+    def _log_prior(self, tensors: dict[str, Tensor]) -> Tensor:
+        found = self.joint.batched(tensors, "prior")
         self._seen.append(found)
         return found["density"]
 

@@ -9,8 +9,8 @@ from bayestrain.report.words import area, percent, plural, signed
 
 
 def certainty_findings(run: Run) -> list[str]:
-    """How well uncertainty finds the run's own errors, and images of another data set."""
-    return [sentence for sentence in (_errors(run), _strangers(run)) if sentence]
+    """How well uncertainty finds the run's own errors, images of another data set, and what calibration did."""
+    return [sentence for sentence in (_errors(run), _strangers(run), _calibration(run)) if sentence]
 
 
 def particle_findings(run: Run) -> list[str]:
@@ -43,7 +43,26 @@ def particle_findings(run: Run) -> list[str]:
             f"A particle’s answer differs from the common one on {percent(about.disagreement)} of the test images, "
             "on average."
         )
+    if about and about.ksd is not None:
+        sentences.append(
+            f"Kernelised Stein discrepancy, squared and per weight: {about.ksd:.3g}; 0 for draws from the posterior, "
+            "of either sign by the noise of the batches it is estimated from."
+        )
     return [sentence.replace(" %", "\u00a0%") for sentence in sentences]
+
+
+def _calibration(run: Run) -> str:
+    posterior, scores = run.posterior, run.scores
+    if posterior is None or posterior.temperature in (None, 1.0) or posterior.plain_ece is None or scores.ece is None:
+        return ""
+    other = posterior.map_calibrated_ece
+    single = "" if other is None else f" The MAP point, calibrated in the same way: {percent(other)}."
+    return (
+        f"Probabilities are reported at temperature {posterior.temperature:.2f}, found on held-out images: the plain "
+        f"mean of the particles has a calibration error of {percent(posterior.plain_ece)} and a log likelihood of "
+        f"{signed(posterior.plain_log_likelihood)}, at this temperature {percent(scores.ece)} and "
+        f"{signed(scores.log_likelihood)}.{single}"
+    )
 
 
 def _errors(run: Run) -> str:

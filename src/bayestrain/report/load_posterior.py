@@ -57,6 +57,10 @@ def _posterior(about: Json) -> Posterior:
         own_ranks=own,
         within_one=_agreement(own, about),
         diagnostics=read_diagnostics(about.get("diagnostics")),
+        temperature=number(about, "temperature"),
+        plain_ece=number(about.get("uncalibrated") or {}, "ece"),
+        plain_log_likelihood=number(about.get("uncalibrated") or {}, "log_likelihood"),
+        map_calibrated_ece=number((about.get("map") or {}).get("calibrated") or {}, "ece"),
     )
 
 

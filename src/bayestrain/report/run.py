@@ -161,6 +161,12 @@ class Posterior:
     within_one: tuple[int, int] | None = None
     """On how many bonds, of how many, the particles' own ranks lie within one of each other."""
     diagnostics: Diagnostics | None = None
+    temperature: float | None = None
+    plain_ece: float | None = None
+    """Calibration error without the temperature."""
+    plain_log_likelihood: float | None = None
+    map_calibrated_ece: float | None = None
+    """The MAP point's calibration error at a temperature found in the same way."""
 
 
 @dataclass(frozen=True)
