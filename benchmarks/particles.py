@@ -30,6 +30,7 @@ from bayestrain import models
 from bayestrain.infer.kernels import rbf, squared_distances
 from bayestrain.infer.svgd import stein_direction_
 from bayestrain.posterior import Posterior, independent
+from bayestrain.posterior.memory import retain_freed_memory
 from bayestrain.train.environment import describe_environment
 
 MODES = {"1": ((7, 4, 7, 4), (5, 5, 5, 5)), "3": ((25, 25), (5, 2))}
@@ -177,11 +178,13 @@ def main() -> None:
         print(peak_bytes(arguments.peak, arguments.kind, arguments.device))
         return
     place = torch.device(arguments.device)
+    retained = retain_freed_memory()  # as bayestrain train does; for both ways
     report = {
         "command": f"python benchmarks/particles.py --device {arguments.device} --repeats {arguments.repeats}",
         "steps": [compare(50, rank, 128, arguments.device, arguments.repeats) for rank in (20, 4)],
         "memory": [memory(kind, arguments.device) for kind in ("tensorized", "dense")],
         "threads": torch.get_num_threads(),
+        "freed_memory_retained": retained,
         "environment": describe_environment(place),
     }
     for row in report["steps"]:

@@ -52,5 +52,6 @@ def columns(tensor: Tensor) -> Iterator[Tensor]:
 
 def centred(block: Tensor, alive: Tensor) -> Tensor:
     """A block of columns minus the mean of its living rows; the other rows become zero."""
-    living = torch.where(alive[:, None], block, 0.0)
-    return torch.where(alive[:, None], living - living.sum(0) / alive.sum(), 0.0)
+    dead = ~alive[:, None]
+    living = block.masked_fill(dead, 0.0)
+    return living.sub_(living.sum(0) / alive.sum()).masked_fill_(dead, 0.0)

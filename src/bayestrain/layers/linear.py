@@ -129,7 +129,11 @@ class TTLinear(TTLayer):
         if side == "dense":
             with own_precision(x):
                 weight = self.weight
-            return F.linear(x, weight, self.bias)
+            if x.ndim != 2 or x.device.type != "cpu" or weight.numel() < x.numel():
+                return F.linear(x, weight, self.bias)
+            # As fast, and many networks at once (`torch.vmap`) get the gradient of a large weight in its own order.
+            y = (weight @ x.mT).mT.contiguous()
+            return y if self.bias is None else y + self.bias
         with own_precision(x):
             cores = list(self.cores)
             left = tt.merge_matrix(cores[:bond]).squeeze(0)  # (ML, JL, r)

@@ -1,5 +1,6 @@
 """How much memory particles will take, known before they do."""
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bayestrain.errors import ConfigError
 from bayestrain.posterior.joint import Joint
 
-CACHE = 64 << 20
+CACHE = 48 << 20
 """On a CPU, particles go through the network so many at a time that their activations take about these bytes."""
 
 BACKWARD = 2
 """What a pass needs at its peak: so many times what is saved for the way back, and the largest tensor on the way."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Names of glibc's settings, from malloc.h; 32 MiB is the most that the second one takes."""
 
 RESERVE = 0.9
 """Part of the free memory that a run may plan with."""
@@ -122,6 +126,19 @@ def available_bytes(device: torch.device) -> int | None:
         if Path(limit).exists() and Path(used).exists() and (text := Path(limit).read_text().strip()).isdigit():
             found.append(int(text) - int(Path(used).read_text()))
     return max(min(found), 0) if found else None
+
+
+def retain_freed_memory() -> bool:
+    """Let this process keep memory that it frees, where the C library is glibc; whether that was possible.
+
+    By default glibc gives a large block back to the system as soon as it is freed, and the next step pays for it again,
+    page by page. A training step on a CPU makes and frees the same large tensors over and over.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_MMAP_THRESHOLD, 1 << 25))
 
 
 def plan(

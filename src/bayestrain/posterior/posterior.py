@@ -177,7 +177,8 @@ class Posterior(ParticleModel):
         return data, prior["prior"], outputs, info.alive
 
     def _log_likelihood(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        found = self.joint.batched(tensors, "likelihood", *batch)
+        needed = {name: tensor for name, tensor in tensors.items() if ".rank_state." not in name}  # no lambda
+        found = self.joint.batched(needed, "likelihood", *batch)
         self._seen.append(found)
         return found["density"]
 

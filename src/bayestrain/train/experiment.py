@@ -18,6 +18,7 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
 from bayestrain.posterior import Posterior, around, independent
+from bayestrain.posterior.memory import retain_freed_memory
 from bayestrain.saved import load_model, load_posterior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
@@ -49,6 +50,7 @@ def run_experiment(
 ) -> Result:
     """Train as `config` says and fill the folder `out`."""
     prepare_folder(config, out, resume)
+    retain_freed_memory()
     if config.posterior.particles and (config.posterior.compare_map or config.posterior.start == "jitter"):
         _run_map(config, out / MAP, device, progress, command)
     begun = (out / LAST).exists()  # a run that was stopped while its MAP point trained has nothing of its own yet
