@@ -92,6 +92,16 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
     assert summary["failed"] == []
 
 
+def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
+    text = " ".join(README.read_text().split())
+    for device, style in (("cuda", ".1f"), ("cpu", ".2f")):
+        bench = json.loads((ROOT / "results" / "benchmarks" / f"particles-{device}.json").read_text())
+        step = bench["steps"][0]
+        assert (step["particles"], step["rank"]) == (50, 20)
+        assert f"{step['times_faster']:{style}} times" in text
+        assert all(row["within_limit_at_50"] and row["correlation_with_line"] > 0.95 for row in bench["memory"])
+
+
 @pytest.mark.parametrize("particles", [20, 50])
 def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
     text, folder = " ".join(README.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"

@@ -44,14 +44,14 @@ def short(arguments: list[str]) -> list[str]:
         if "--resume" in arguments:
             return [*arguments, "--quiet"]
         if "mnist" in arguments:
-            return [*arguments, "--set", 'data.name="mnist-mini"', *SHORT]
+            return [*arguments, "--set", 'data.name="mnist-mini"', "--set", 'posterior.outside="patches"', *SHORT]
         return [*arguments, *SHORT]
     return arguments
 
 
 def test_the_readme_shows_every_command() -> None:
     shown = {shlex.split(command)[1] for command in COMMANDS}
-    assert shown == {"train", "report", "inspect", "data", "predict"}
+    assert shown == {"train", "report", "inspect", "data", "predict", "evaluate"}
 
 
 def test_the_readmes_commands_run_one_after_the_other(home: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_readmes_commands_run_one_after_the_other(home: Path) -> None:
 def test_the_helps_examples_run(home: Path) -> None:
     text = run(home, "train", "--help").stdout
     examples = [line.split("#")[0].strip() for line in text.splitlines() if line.strip().startswith("bayestrain train")]
-    assert len(examples) == 7
+    assert len(examples) == 8
     for example in examples:
         words = shlex.split(example)[1:]
         target = None

@@ -133,7 +133,7 @@ class TTLinear(TTLayer):
                 return F.linear(x, weight, self.bias)
             # As fast, and many networks at once (`torch.vmap`) get the gradient of a large weight in its own order.
             y = (weight @ x.mT).mT.contiguous()
-            return y if self.bias is None else y + self.bias
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         with own_precision(x):
             cores = list(self.cores)
             left = tt.merge_matrix(cores[:bond]).squeeze(0)  # (ML, JL, r)

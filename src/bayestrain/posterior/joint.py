@@ -23,6 +23,8 @@ class Joint(nn.Module):
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
         self.prior_weight: Tensor | float = 1.0
         """The prior's weight of this step. A tensor, so that a captured step sees it change."""
+        self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
+        """Whether a parameter has several names; looking for these at each call takes time."""
 
     def forward(self, what: str, *inputs: Tensor) -> dict[str, Tensor]:
         """For one particle its "likelihood" or "prior", its "outputs", what these "describe", or lambda's "step"."""
@@ -54,7 +56,7 @@ class Joint(nn.Module):
         """`forward` for all particles at once, on the same inputs."""
 
         def one(tensors: dict[str, Tensor]) -> Any:
-            return functional_call(self, tensors, (what, *inputs))
+            return functional_call(self, tensors, (what, *inputs), tie_weights=self.tied)
 
         # Dropout and the like draw anew for every particle.
         return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
