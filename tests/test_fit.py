@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fit_kit import StopAfter, jitter, settings
 from torch import Tensor, nn
 
 import bayestrain as bt
@@ -30,26 +31,6 @@ def network() -> nn.Sequential:
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 625), nn.ReLU(), nn.Dropout(0.1), nn.Linear(625, 10))
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=8))
     return model
-
-
-def settings(**changes: Any) -> bt.FitConfig:
-    common = {"epochs": 4, "batch_size": 100, "lr": 1e-2, "compact_from": 1, "compact_every": 1, "compact_tol": 0.3}
-    return bt.FitConfig(**{**common, "finetune_epochs": 2, "round_tol": 0.3, **changes})
-
-
-def jitter(images: Tensor, generator: torch.Generator) -> Tensor:
-    return data.shift(images, 1, generator)
-
-
-class StopAfter(Silent):
-    """Presses Ctrl-C after some epochs."""
-
-    def __init__(self, epoch: int) -> None:
-        self.last = epoch
-
-    def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:  # noqa: ARG002
-        if epoch > self.last:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("stop", [0, 2, 4, 5])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from fit_kit import StopAfter, jitter, settings
+from torch import nn
 from typer.testing import CliRunner
 
 import bayestrain as bt
@@ -34,26 +35,6 @@ def network() -> nn.Module:
     )
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=6))
     return model
-
-
-def settings(**changes: Any) -> bt.FitConfig:
-    common = {"epochs": 4, "batch_size": 100, "lr": 1e-2, "compact_from": 1, "compact_every": 1, "compact_tol": 0.3}
-    return bt.FitConfig(**{**common, "finetune_epochs": 2, "round_tol": 0.3, **changes})
-
-
-def jitter(images: Tensor, generator: torch.Generator) -> Tensor:
-    return data.shift(images, 1, generator)
-
-
-class StopAfter(Silent):
-    """Presses Ctrl-C after some epochs."""
-
-    def __init__(self, epoch: int) -> None:
-        self.last = epoch
-
-    def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:  # noqa: ARG002
-        if epoch > self.last:
-            raise KeyboardInterrupt
 
 
 def trained(folder: Path | None = None, config: bt.FitConfig | None = None, **options: Any) -> Any:
