@@ -29,8 +29,7 @@ import bayestrain as bt
 from bayestrain import models
 from bayestrain.infer.kernels import rbf, squared_distances
 from bayestrain.infer.svgd import stein_direction_
-from bayestrain.posterior import Posterior, independent
-from bayestrain.posterior.memory import retain_freed_memory
+from bayestrain.posterior import Posterior, independent, retain_freed_memory
 from bayestrain.train.environment import describe_environment
 
 MODES = {"1": ((7, 4, 7, 4), (5, 5, 5, 5)), "3": ((25, 25), (5, 2))}

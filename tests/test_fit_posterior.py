@@ -114,7 +114,8 @@ def test_a_particle_that_breaks_is_dropped_and_told(tmp_path: Path) -> None:
         models, TRAIN, None, settings(), PosteriorConfig(particles=4), progress=Listen(), folder=tmp_path
     )
     assert len(found) == 3
-    assert "particles [1] have weights that are not finite and were dropped; 3 are left" in messages
+    assert "particles [1] have weights or outputs that are not finite and were dropped; 3 are left" in messages
+    assert messages[0].startswith("4 particles need about ")
     assert result.history[-1]["particles"] == 3
     resumed, _ = bt.fit_posterior(
         bt.independent(network, 4), TRAIN, None, settings(), PosteriorConfig(particles=4), folder=tmp_path, resume=True
@@ -125,6 +126,31 @@ def test_a_particle_that_breaks_is_dropped_and_told(tmp_path: Path) -> None:
             model.get_parameter("5.bias").fill_(float("nan"))
     with pytest.raises(TrainingError, match="3 of 4 particles is not finite"):
         bt.fit_posterior(models, TRAIN, None, settings(), PosteriorConfig(particles=4))
+
+
+def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_finite() -> None:
+    models = bt.independent(network, 3)
+    with torch.no_grad():
+        for core in models[1].get_submodule("5").cores:  # type: ignore[union-attr]
+            core.mul_(1e30)
+    evaluate = evaluator(DIGITS.test.subset(range(50)), lambda x: x, "cpu")
+    found, result = bt.fit_posterior(models, TRAIN, evaluate, settings(), PosteriorConfig(particles=3))
+    assert len(found) == 2
+    assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
+
+
+def test_an_augmentation_may_change_the_shape_and_a_network_be_one_layer() -> None:
+    found, _ = bt.fit_posterior(
+        bt.independent(lambda: bt.TTLinear(196, 10, max_rank=4), 2), TRAIN, None, settings(epochs=1, finetune_epochs=1),
+        PosteriorConfig(particles=2), augment=lambda x, _: x[:, 0, ::2, ::2].flatten(1),
+    )  # fmt: skip
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", toml.names())
+def test_every_named_experiment_has_other_images_to_be_unsure_of(name: str) -> None:
+    chosen = toml.named(name, "default", ["posterior.particles=4"])
+    assert chosen.posterior.outside != chosen.data.name
 
 
 SHORT = (
@@ -222,6 +248,7 @@ def test_patches_are_the_same_pixels_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (['posterior.outside="mnist"'], "is no other data than data.name"),
         (["posterior.particles=1"], "at least 2 particles.*0 for a single point"),
         (["data.validation_fraction=0.0"], "calibrate needs images held out"),
         (['posterior.outside="cifar10"'], "has 3x32x32 images, but the network takes 1x28x28"),
@@ -238,6 +265,7 @@ def test_the_command_line_trains_evaluates_and_predicts_with_a_posterior(run: Pa
     from PIL import Image
 
     assert "posterior:" in CliRunner().invoke(app, ["evaluate", str(run)]).stdout
+    assert "3 particles" in CliRunner().invoke(app, ["inspect", str(run)]).stdout
     Image.fromarray(DIGITS.test.images[0, 0].numpy()).save(tmp_path / "digit.png")
     answer = CliRunner().invoke(app, ["predict", str(run), str(tmp_path / "digit.png"), "--json"])
     found = json.loads(answer.stdout)[0]

@@ -138,7 +138,7 @@ def test_svgd_goes_on_as_if_a_broken_particle_were_not_there(
     others = [0, *range(2, n + 1)]
     broken = SVGD(cone, {"x": start}, sgd, kernel=kernel, chunk=chunk)
     without = SVGD(cone, {"x": whole}, sgd, kernel=kernel, chunk=chunk)
-    said = f"Particle 1 of {n + 1} has a log density or gradient that is not finite. It sits out such steps, the others"
+    said = f"Particle 1 of {n + 1} has a log density or gradient that is not finite. It gets no push then, the others"
     with pytest.warns(ParticleWarning, match=re.escape(said)) as warned:
         info = broken.step(None)
     assert len(warned) == 1

@@ -341,7 +341,8 @@ def test_starts_are_reproducible_apart_and_leave_the_global_generator_alone() ->
 
 def test_diagnostics_tell_copies_from_different_particles() -> None:
     apart = Posterior(independent(perceptron, 6), NUM_DATA).diagnostics()
-    close = Posterior(around(perceptron(), 6, scale=1e-3), NUM_DATA).diagnostics()
+    with pytest.warns(ParticleWarning, match="collapsed"):
+        close = Posterior(around(perceptron(), 6, scale=1e-3), NUM_DATA).diagnostics()
     assert apart.effective_particles > 5.5
     assert close.effective_particles < 1.1
     assert close.spread < 0.01 < 0.5 < apart.spread

@@ -29,6 +29,7 @@ class RankPrior:
 
     Args:
         model: a model with TT layers. ``log lambda`` is attached to them and saved in the model's ``state_dict``.
+            Freeze what shall not train before: only parameters that require a gradient now have a prior.
         num_data: number of training data; the prior is divided by it, because the loss is a mean over data.
         a, b: shape and rate of the Gamma prior on every lambda.
         weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.

@@ -163,7 +163,7 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module | No
         if build is None:
             raise ConfigError(
                 f"{folder / DESCRIPTION} names the network {description.get('model')!r}, which is not one of "
-                f"{sorted(models.BUILDERS)}. Pass the dense network: load_model(path, model)."
+                f"{sorted(models.BUILDERS)}. Pass the dense network as the second argument."
             )
         model = build(num_classes=len(description["classes"]))
     try:

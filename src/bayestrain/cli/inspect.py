@@ -12,7 +12,7 @@ from bayestrain.tables import text_table
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A run folder, its model.json or model.safetensors.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="A run folder, or its model.json.", metavar="FILE")],
     as_json: Annotated[bool, typer.Option("--json", help="Print model.json as one JSON object.")] = False,
 ) -> None:
     """Show the layers of a saved model: modes, ranks and sizes.
@@ -42,5 +42,8 @@ def rank_table(description: dict[str, Any]) -> str:
     ]  # fmt: skip
     params, dense = description["params"], description["dense_params"]
     rows.append(["whole network", "", "", "", "", f"{dense:,}", f"{params:,}", f"{dense / params:.1f}x"])
+    if particles := description.get("particles"):
+        rows.append([f"{particles} particles", "", "", "", "", "", f"{particles * params:,}",
+                     f"{dense / (particles * params):.1f}x"])  # fmt: skip
     header = ["layer", "kind", "in modes", "out modes", "ranks", "dense", "now", "smaller"]
     return text_table(header, rows, left_columns=5)

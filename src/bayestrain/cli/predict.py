@@ -19,7 +19,7 @@ CLEAR = 0.1
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run folder, its model.json or model.safetensors.", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or its model.json.", metavar="RUN")],
     images: Annotated[list[Path], typer.Argument(help="Picture files of any size and mode.", metavar="IMAGE")],
     invert: Annotated[
         bool | None,

@@ -66,6 +66,8 @@ class Method(ABC):
             raise ConfigError(
                 f"{self.name} needs at least {self.fewest} particles, got {self.n}. {self.advice}".strip()
             )
+        if clip is not None and not clip > 0:
+            raise ConfigError(f"clip is a largest norm and must be positive, got {clip}. None does not clip.")
         if chunk is not None and chunk < 1:
             raise ConfigError(f"chunk is a number of particles and must be at least 1, got {chunk}.")
         self.log_density, self.log_prior = log_density, log_prior
@@ -81,6 +83,8 @@ class Method(ABC):
         self.clip = clip
         self.make_optimizer = optimizer
         self.optimizer = optimizer(list(self.particles.values()))
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates its loss several times a step, which particles do not offer. Use Adam.")
         self.steps = 0
         self._broken = torch.zeros(self.n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
         self._all_broken = torch.zeros((), dtype=torch.bool, device=self._broken.device)
@@ -91,7 +95,7 @@ class Method(ABC):
         """Turn the gradients of the log density, in place, into the direction in which particles move."""
 
     def step(self, batch: Any) -> StepInfo:
-        """Move every particle once. A particle whose gradient is not finite sits it out, and a warning names it."""
+        """Move every particle once. One whose gradient is not finite gets no push this time, and a warning names it."""
         info = self.advance(batch)
         self.count_step()
         return info
@@ -207,7 +211,7 @@ class Method(ABC):
         for i in set(broken) - self._warned:
             self._warned.add(i)
             warnings.warn(
-                f"Particle {i} of {self.n} has a log density or gradient that is not finite. It sits out such steps, "
+                f"Particle {i} of {self.n} has a log density or gradient that is not finite. It gets no push then, "
                 "the others go on. Try a smaller learning rate, or another start for it.",
                 ParticleWarning,
                 stacklevel=3,

@@ -62,7 +62,8 @@ def _key(name: str, rest: str) -> str:
     return ".".join(part for part in ("model", name, rest) if part)
 
 
-def _log_lambdas(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
+def stacked_log_lambdas(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
+    """``log lambda`` of one layer's bonds, with the particles in front; none if it has no lambda."""
     if layer.rank_state is None:
         return []
     return [model.carried[_key(name, f"rank_state.log_lambda_{bond}")] for bond in range(1, len(layer.cores))]
@@ -77,10 +78,16 @@ def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float)
                 f"Particle {i} has NaN or infinite weights in layer {name!r}: particles cannot be compacted together "
                 "with it. Drop it with posterior.drop_([..]), or go back to an earlier state."
             )
+    trained = [_key(name, f"cores.{k}") in model.particles for k in range(len(layer.cores))]
+    if any(trained) and not all(trained):
+        raise ConfigError(
+            f"Layer {name!r} has cores that train and cores that are frozen, hence common to all particles: no cut of "
+            "it can suit each of them. Freeze all of its cores, or none."
+        )
     if layer.compacted == (rule, tol, _fingerprint(model, name, layer, rule)):
         return None
     if rule == "lambda":
-        log_lambdas = _log_lambdas(model, name, layer)
+        log_lambdas = stacked_log_lambdas(model, name, layer)
         if not log_lambdas:
             raise ConfigError(
                 f"rule='lambda' needs lambda and layer {name!r} has none. Use rule='rounding', or a RankPrior."
@@ -121,6 +128,9 @@ def _apply(
             optimizer.state.pop(tensor, None)
             continue
         own = optimizer.state.get(tensor, {})
+        if any(isinstance(value, Tensor) and value.ndim and value.shape != old_shape for value in own.values()):
+            optimizer.state.pop(tensor)  # kept in some other form, which cannot be cut
+            continue
         for key, value in own.items():
             if isinstance(value, Tensor) and value.shape == old_shape:
                 own[key] = take(value, [kept.to(value.device) for kept in cut.keep], k)
@@ -132,7 +142,7 @@ def _apply_to_lambda(model: ParticleModel, name: str, layer: TTLayer, cut: Share
     if state is None:
         return
     if cut.keep is not None:
-        pairs = zip(_log_lambdas(model, name, layer), cut.keep, strict=True)
+        pairs = zip(stacked_log_lambdas(model, name, layer), cut.keep, strict=True)
         moved: Sequence[Tensor] = [u.gather(1, kept.to(u.device)) for u, kept in pairs]
         for bond, u in enumerate(moved, start=1):
             state.set_log_lambda(bond, u[0].clone())
@@ -153,6 +163,9 @@ def _apply_to_lambda(model: ParticleModel, name: str, layer: TTLayer, cut: Share
 
 def _fingerprint(model: ParticleModel, name: str, layer: TTLayer, rule: str) -> tuple[float, ...]:
     """Numbers that change when anything changes that the rule looks at."""
-    tensors = [*stacked_cores(model, name, layer), *(_log_lambdas(model, name, layer) if rule == "lambda" else [])]
+    tensors = [
+        *stacked_cores(model, name, layer),
+        *(stacked_log_lambdas(model, name, layer) if rule == "lambda" else []),
+    ]
     exact = [tensor.detach().cpu().double() for tensor in tensors]
     return tuple(float(v) for t in exact for v in (t.sum(), t.square().sum()))

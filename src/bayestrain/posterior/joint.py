@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer import stack
@@ -45,6 +46,10 @@ class Joint(nn.Module):
     def _likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """``N * mean log likelihood``, that mean, and the outputs."""
         outputs = self.model(x)
+        if not isinstance(outputs, Tensor):
+            raise ConfigError(
+                f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."
+            )
         if outputs.dtype in (torch.bfloat16, torch.half):
             outputs = outputs.float()
         log_probs = self.likelihood(outputs, y)
@@ -84,6 +89,12 @@ class CallableLikelihood(Likelihood):
 
 def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """``(particles, carried)``: trainable parameters and buffers of all, stacked. Frozen ones must be the same."""
+    for name, module in joints[0].named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
+            raise ConfigError(
+                f"{name.removeprefix('model.')!r} averages its statistics over all batches (momentum=None), which many "
+                "networks at once cannot. Give it a momentum, as 0.1; refresh_statistics averages at the end."
+            )
     for name, frozen in joints[0].named_parameters():
         if frozen.requires_grad:
             continue

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
 from bayestrain.posterior.joint import Joint
-from bayestrain.predict import Classification, Prediction, fit_temperature
+from bayestrain.predict import Classification, Prediction, checked_labels, fit_temperature
 from bayestrain.sizes import count_parameters, ranks
 
 
@@ -84,8 +84,8 @@ class ParticleModel:
         likelihood = self.joint.likelihood
         if not isinstance(likelihood, Classification):
             raise ConfigError(f"Only a Classification has a temperature, not {type(likelihood).__name__}.")
-        described = self._all(x, batch_size, chunk, "describe")
-        likelihood.temperature = fit_temperature(described["probabilities"], labels)
+        probabilities = self._all(x, batch_size, chunk, "describe")["probabilities"]
+        likelihood.temperature = fit_temperature(probabilities, checked_labels(labels, probabilities))
         return likelihood.temperature
 
     @torch.no_grad()
@@ -129,8 +129,10 @@ class ParticleModel:
         was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
         self.template.eval()
         try:
-            for norm in norms.values():
+            for name, norm in norms.items():
                 norm.train()
+                self.carried[f"{name}.running_mean"].zero_()  # what was not finite would stay so in an average
+                self.carried[f"{name}.running_var"].fill_(1.0)
             for number, x in enumerate(batches):
                 for norm in norms.values():
                     norm.momentum = 1 / (number + 1)  # the first batch replaces, the others are averaged in
@@ -142,7 +144,7 @@ class ParticleModel:
             self.template.train(was_training)
 
     def to(self, device: torch.device | str) -> "ParticleModel":
-        """The same particles on another device."""
+        """The same particles on another device, to predict with; a `Posterior` trains where its networks were."""
         moved = [{name: t.detach().to(device) for name, t in d.items()} for d in (self.particles, self.carried)]
         return ParticleModel(copy.deepcopy(self.joint).to(device), moved[0], moved[1])
 

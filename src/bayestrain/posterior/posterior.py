@@ -1,15 +1,16 @@
 """`Posterior`: particles of a network that train together."""
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport
-from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
 from bayestrain.posterior.capture import CapturedStep, can_capture
@@ -92,10 +93,13 @@ class Posterior(ParticleModel):
             raise ConfigError("sgld is its own optimiser: give lr=, temperature= and memory= instead of optimizer=.")
         if kernel is not None and method != "svgd":
             raise ConfigError(f"Only svgd has a kernel, not {method}.")
+        allowed = {"clip"} | ({"lr", "temperature", "memory", "seed"} if method == "sgld" else set())
+        if unknown := sorted(set(options) - allowed):
+            raise ConfigError(f"{method} has no option {unknown[0]!r}. Beside the named ones it has {sorted(allowed)}.")
         likelihood = Classification() if likelihood is None else likelihood
         if not isinstance(likelihood, Likelihood):
             likelihood = CallableLikelihood(likelihood)
-        make = optimizer or (lambda tensors: torch.optim.Adam(tensors, lr=1e-3))
+        make = optimizer or _adam
         trainable = [p for p in (*models[0].parameters(), *likelihood.parameters()) if p.requires_grad]
         device = trainable[0].device if trainable else torch.device("cpu")
         states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make, device)
@@ -103,7 +107,9 @@ class Posterior(ParticleModel):
         plan(len(models), held, 0, 0, device, chunk)  # refuses before anything is allocated
 
         make_prior = prior or (lambda model: _make_prior(model, num_data))
-        likelihood, twins = likelihood.to(device), [copy.deepcopy(model) for model in models]
+        dtype = trainable[0].dtype if trainable else None
+        likelihood = copy.deepcopy(likelihood).to(device, dtype)  # its parameters, if any, are part of a particle
+        twins = [copy.deepcopy(model) for model in models]
         joints = [Joint(model, likelihood, make_prior(model), num_data) for model in twins]
         particles, carried = stack_joints(joints)
         if method == "svgd":
@@ -145,8 +151,7 @@ class Posterior(ParticleModel):
         """
         self.template.train()
         if self._estimate is None:
-            self.method.chunk = self.estimate_memory(x, y).chunk
-            self._captured, self._steady = None, 0
+            self.estimate_memory(x, y)
         if not isinstance(self.joint.prior_weight, Tensor):
             self.joint.prior_weight = torch.zeros((), device=self.device)
         self.joint.prior_weight.fill_(self.prior.current_weight)
@@ -155,7 +160,13 @@ class Posterior(ParticleModel):
         else:
             if self._captured is None and self._steady >= STEADY:
                 counted = self.prior.steps
-                self._captured = CapturedStep(self._advance, x, y)
+                try:
+                    self._captured = CapturedStep(self._advance, x, y)
+                except RuntimeError as error:
+                    self._steady = -(10**9)  # never again
+                    warnings.warn(
+                        f"This step cannot be captured in a CUDA graph: {error}", ParticleWarning, stacklevel=2
+                    )
                 self.prior.steps = counted  # recorded, but not taken
             if self._captured is not None and self._captured.fits(x, y):
                 found = self._captured.replay(x, y)
@@ -168,13 +179,22 @@ class Posterior(ParticleModel):
 
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         self._seen = []
+        statistics = {name: self.carried[name].clone() for name in self._statistics}
         info = self.method.advance((x, y))
         with torch.no_grad():
+            for name, before in statistics.items():  # a batch that broke a particle shall not count for it
+                now = self.carried[name]
+                now.copy_(torch.where(info.alive.view(-1, *[1] * (now.ndim - 1)), now, before))
             self.joint.batched({n: t.detach() for n, t in {**self.particles, **self.carried}.items()}, "step")
         prior, *parts = self._seen
         self._seen = []
         data, outputs = (torch.cat([part[key] for part in parts]) for key in ("data", "outputs"))
         return data, prior["prior"], outputs, info.alive
+
+    @property
+    def _statistics(self) -> list[str]:
+        """Carried tensors that a forward pass changes: batch norm's."""
+        return [name for name, t in self.carried.items() if ".rank_state." not in name and t.is_floating_point()]
 
     def _log_likelihood(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         needed = {name: tensor for name, tensor in tensors.items() if ".rank_state." not in name}  # no lambda
@@ -196,6 +216,8 @@ class Posterior(ParticleModel):
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
         self._estimate = plan(len(self), held, allocated, per_particle, self.device, self._chunk)
+        self.method.chunk = self._estimate.chunk
+        self._captured, self._steady = None, 0  # a captured step has the old chunks
         return self._estimate
 
     def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
@@ -235,8 +257,16 @@ class Posterior(ParticleModel):
         self._estimate = None
 
     def diagnostics(self) -> Diagnostics:
-        """How the particles lie; see `infer.diagnose`."""
-        return diagnose(self.particles)
+        """How the particles lie (see `infer.diagnose`), with a warning if they have become one."""
+        found = diagnose(self.particles)
+        if found.effective_particles < len(self) / 2:
+            warnings.warn(
+                f"The particles have collapsed: of {len(self)}, only about {found.effective_particles:.1f} are "
+                "different. Start them apart (`independent`), or farther from each other.",
+                ParticleWarning,
+                stacklevel=2,
+            )
+        return found
 
     def stein_discrepancy(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Squared kernelised Stein discrepancy per dimension, with the gradients averaged over these batches."""
@@ -262,21 +292,31 @@ class Posterior(ParticleModel):
             "method": self.method.state_dict(),
             "prior": self.prior.state_dict(),
             "ranks_fixed": not isinstance(self.prior, RankPrior),
-            "other": {"variance": getattr(self.prior, "variance", None)},
+            "variance": self.prior.variance if isinstance(self.prior, NormalPrior) else None,
+            "shared": self._shared(),
         }
+
+    def _shared(self) -> dict[str, Tensor]:
+        """Frozen parameters, common to all particles; compaction may have cut them."""
+        return {n: p.detach() for n, p in self.joint.named_parameters() if n not in self.particles}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a saved state, perhaps one with other ranks."""
-        if state["ranks_fixed"] and isinstance(self.prior, RankPrior):
-            self.fix_ranks_(state["other"]["variance"], state["prior"]["weight"])
-        saved, carried = state["method"]["particles"], state["method"]["carried"]
-        own_names = (self.particles.keys(), self.carried.keys())
-        if (saved.keys(), carried.keys()) != own_names:
+        saved, carried, shared = state["method"]["particles"], state["method"]["carried"], state["shared"]
+        left = {name for name in self.carried if not (state["ranks_fixed"] and ".rank_state." in name)}
+        if (saved.keys(), carried.keys(), shared.keys()) != (self.particles.keys(), left, self._shared().keys()):
             raise ShapeError("The saved posterior is one of another network or prior: its tensors have other names.")
+        if (number := len(next(iter(saved.values())))) != len(self):
+            raise ShapeError(f"The saved posterior has {number} particles, this one {len(self)}.")
+        if state["method"]["method"] != self.method.name:
+            raise ConfigError(f"This is a state of {state['method']['method']!r}, not of {self.method.name!r}.")
+        if state["ranks_fixed"]:
+            self.fix_ranks_(state["variance"], state["prior"]["weight"])
         for name, layer in tt_layers(self.template).items():
             prefix = f"model.{name}." if name else "model."
-            cores = [saved.get(f"{prefix}cores.{k}", core[None])[0] for k, core in enumerate(layer.cores)]
+            keys = [f"{prefix}cores.{k}" for k in range(len(layer.cores))]
+            cores = [shared[key] if key in shared else saved[key][0] for key in keys]
             layer.set_cores(cores)
             for bond in range(1, len(cores)):
                 if (u := carried.get(f"{prefix}rank_state.log_lambda_{bond}")) is not None:
@@ -287,6 +327,8 @@ class Posterior(ParticleModel):
                 tensor.data = tensor.new_empty(saved[name].shape)
         for name, tensor in carried.items():
             self.carried[name] = tensor.to(self.device).clone()
+        for name, tensor in shared.items():
+            self.joint.get_parameter(name).copy_(tensor)
         self.method.load_state_dict(state["method"])
         self.prior.load_state_dict(state["prior"])
         self._estimate = None
@@ -295,10 +337,13 @@ class Posterior(ParticleModel):
         return f"{super().__repr__()[:-1]}, {self.method.name})"
 
 
+def _adam(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Adam, on a GPU one whose steps can be captured."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return torch.optim.Adam(tensors, lr=1e-3)
+    return torch.optim.Adam(tensors, lr=torch.tensor(1e-3, device=device), capturable=True)
+
+
 def _make_prior(model: nn.Module, num_data: int) -> Prior:
     return RankPrior(model, num_data) if tt_layers(model) else NormalPrior(model, num_data)
-
-
-def diagnostics_dict(found: Diagnostics) -> dict[str, float]:
-    """As plain numbers."""
-    return asdict(found)

@@ -4,7 +4,14 @@ from bayestrain.predict.calibration import at_temperature, fit_temperature
 from bayestrain.predict.classification import ClassPrediction
 from bayestrain.predict.density import JointDensity
 from bayestrain.predict.likelihoods import Classification, Likelihood, Regression, check_log_prob
-from bayestrain.predict.metrics import ECE_BINS, RiskCoverage, auroc, classification_metrics, risk_coverage
+from bayestrain.predict.metrics import (
+    ECE_BINS,
+    RiskCoverage,
+    auroc,
+    checked_labels,
+    classification_metrics,
+    risk_coverage,
+)
 from bayestrain.predict.prediction import Prediction
 from bayestrain.predict.regression import RegressionPrediction
 
@@ -21,6 +28,7 @@ __all__ = [
     "at_temperature",
     "auroc",
     "check_log_prob",
+    "checked_labels",
     "classification_metrics",
     "fit_temperature",
     "risk_coverage",

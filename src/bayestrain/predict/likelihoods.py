@@ -130,7 +130,7 @@ class Regression(Likelihood):
         if self.log_variance is not None:
             return self.log_variance.to(outputs.dtype)
         assert self.noise is not None
-        return torch.tensor(2 * math.log(self.noise), dtype=outputs.dtype, device=outputs.device)
+        return outputs.new_full((), 2 * math.log(self.noise))
 
     def _check(self, outputs: Tensor) -> None:
         if outputs.ndim not in (1, 2):

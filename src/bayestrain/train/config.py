@@ -103,7 +103,9 @@ class FitConfig(Section):
 
     epochs: int = setting("passes over the training images while ranks are sought", at_least=1)
     batch_size: int = setting("images per step", at_least=1)
-    optimizer: str = setting("the optimiser", "adam", choices=("adam", "adamw", "sgd"))
+    optimizer: str = setting(
+        "the optimiser; not for posterior.method sgld, which is one", "adam", choices=("adam", "adamw", "sgd")
+    )
     lr: float = setting("learning rate at its highest", above=0)
     weight_decay: float = setting("weight decay of the optimiser, beside the prior", 0.0, at_least=0)
     momentum: float = setting("momentum; sgd only", 0.9, at_least=0, below=1)
@@ -132,13 +134,13 @@ class PosteriorConfig(Section):
     particles: int = setting("networks that make up the posterior, 2 or more; 0: a single point (MAP)", 0, at_least=0)
     method: str = setting("how they move", "svgd", choices=("svgd", "ensemble", "sgld"))
     start: str = setting("where they start: apart, or around a MAP point", "independent", choices=STARTS)
-    kernel: str = setting("SVGD's kernel", "rbf", choices=("rbf", "imq"))
+    kernel: str = setting("the kernel; svgd only", "rbf", choices=("rbf", "imq"))
     temperature: float = setting("1 samples the posterior, less a sharper one; sgld only", 1.0, at_least=0)
     jitter: float = setting("distance from the MAP point, relative to each tensor's size; jitter only", 1e-2, above=0)
     jitter_epochs: int = setting("epochs around the MAP point; jitter only", 12, at_least=1)
     chunk: int = setting("particles that go through the network at once; 0: by the memory there is", 0, at_least=0)
     calibrate: bool = setting("find the particles' common temperature on the held-out images", True)
-    compare_map: bool = setting("train the MAP point with the same settings too, to compare with", True)
+    compare_map: bool = setting("train the MAP point of the same settings too, as jitter always does", True)
     outside: str = setting("images unlike the training data, to test the uncertainty on", "none", choices=OUTSIDE)
 
 
@@ -175,6 +177,11 @@ class RunConfig:
                 "Hold some out, for example 0.05, or set posterior.calibrate=false."
             )
         outside = self.posterior.outside
+        if outside.removesuffix("-mini") == self.data.name.removesuffix("-mini"):
+            raise ConfigError(
+                f"posterior.outside {shown(outside)} is no other data than data.name {shown(self.data.name)}: nothing "
+                'could be told apart. Use "patches", which are made from the test images, or another data set.'
+            )
         if outside in IMAGES and IMAGES[outside] != takes:
             raise ConfigError(
                 f"posterior.outside {shown(outside)} has {_times(IMAGES[outside])} images, but the network takes "

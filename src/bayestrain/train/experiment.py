@@ -17,8 +17,7 @@ from bayestrain.convert import TensorizeConfig, tensorize_
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
-from bayestrain.posterior import Posterior, around, independent
-from bayestrain.posterior.memory import retain_freed_memory
+from bayestrain.posterior import Posterior, around, independent, retain_freed_memory
 from bayestrain.saved import load_model, load_posterior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
@@ -59,10 +58,12 @@ def run_experiment(
 
 def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, command: str) -> None:
     """The MAP point of the same settings, unless it is there."""
+    point = config.replace("posterior", particles=0)
     if (out / "result.json").exists():
+        if changed := differences(toml.load(out / "config.toml"), point):
+            raise ConfigError(f"The MAP point in {out} has another config ({'; '.join(changed)}). Remove it.")
         return
     progress.message("first the MAP point of the same settings, to compare with")
-    point = config.replace("posterior", particles=0)
     resume = (out / LAST).exists()
     prepare_folder(point, out, resume)
     _run(point, out, device, resume, Unfinished(progress), command, outside=True)
@@ -170,7 +171,7 @@ def evaluate_run(out: Path, *, device: str, command: str) -> Result:
         evaluate_run(out / MAP, device=device, command=command)
     config, place = toml.load(out / "config.toml"), torch.device(device)
     before = json.loads((out / "result.json").read_text())
-    material = load_material(config, with_outside=before["posterior"] is not None)
+    material = load_material(config, with_outside=before.get("posterior") is not None)
     network: Any = load_posterior(out).to(place) if config.posterior.particles else load_model(out).to(place)
     evaluation = evaluate_network(config, material, network, place)
     posterior = posterior_scores(config, evaluation, out / MAP)
@@ -178,7 +179,7 @@ def evaluate_run(out: Path, *, device: str, command: str) -> Result:
     summary = {
         **before,
         **scores(evaluation),
-        "posterior": None if posterior is None else {**before["posterior"], **posterior},
+        "posterior": None if posterior is None else {**(before.get("posterior") or {}), **posterior},
         "evaluated_again": {"command": command, **{key: environment[key] for key in ("commit", "dirty", "torch")}},
     }
     write_evaluation(out, config, evaluation, before["dense_params"])

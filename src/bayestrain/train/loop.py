@@ -34,6 +34,9 @@ from bayestrain.train.tensorboard import EpochLog
 LOOK_EVERY = 50
 """Steps between looks at the loss: a look waits for the device."""
 
+PROBE = 64
+"""Inputs on which a posterior's outputs are looked at after each epoch."""
+
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 Evaluate = Callable[[Any], dict[str, float]]
 
@@ -126,8 +129,12 @@ def fit_posterior(
         [model.to(place) for model in models], len(train), method=posterior.method, prior=one_prior,
         chunk=posterior.chunk or None, clip=config.clip_norm or None, **options,
     )  # fmt: skip
-    subject = ParticleSubject(particles, config, settings)
-    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, progress or Silent())
+    watcher = progress or Silent()
+    x, y = next(train.to(place).batches(config.batch_size, shuffle=False))
+    x = x if augment is None else augment(x, torch.Generator(place).manual_seed(seed))
+    watcher.message(f"{particles.estimate_memory(x, y)}")
+    subject = ParticleSubject(particles, config, settings, probe=x[:PROBE])
+    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
     if resume and folder is not None:
         run.restore(load_checkpoint(folder))
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bayestrain.files import write_atomically, write_json
+from bayestrain.infer import diagnose
 from bayestrain.posterior import ParticleModel, Posterior
 from bayestrain.saved import save_model, save_posterior
 from bayestrain.train.config import RunConfig
@@ -41,7 +42,7 @@ def training_facts(
         augment=lambda x: augment(x, noise),
     )  # fmt: skip
     diagnostics = {
-        **asdict(posterior.diagnostics()),
+        **asdict(diagnose(posterior.particles)),
         "disagreement": disagreement,
         "ksd": posterior.stein_discrepancy(islice(batches, STEIN_BATCHES)),
     }

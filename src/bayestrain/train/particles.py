@@ -12,8 +12,8 @@ from torch import Tensor
 from bayestrain import tt
 from bayestrain.compact import CompactReport
 from bayestrain.errors import TrainingError
-from bayestrain.posterior import Posterior
-from bayestrain.posterior.compaction import stacked_cores
+from bayestrain.infer import diagnose
+from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import tt_layers
 from bayestrain.train.config import FitConfig, PriorConfig
@@ -23,8 +23,9 @@ from bayestrain.train.subject import Spectra, Subject
 class ParticleSubject(Subject):
     """A posterior; ranks are sought as long as its prior is a `RankPrior`."""
 
-    def __init__(self, posterior: Posterior, config: FitConfig, prior: PriorConfig) -> None:
-        self.posterior, self.config, self.prior_config = posterior, config, prior
+    def __init__(self, posterior: Posterior, config: FitConfig, prior: PriorConfig, probe: Tensor) -> None:
+        """`probe` is a batch of inputs, to see whether the particles' outputs are finite."""
+        self.posterior, self.config, self.prior_config, self.probe = posterior, config, prior, probe
         self.own_ranks: dict[str, list[list[int]]] = {}
         """What each particle alone would have been rounded to, just before all were."""
 
@@ -69,8 +70,7 @@ class ParticleSubject(Subject):
         posterior = self.posterior
         lambdas: dict[str, list[list[float]]] = {}
         for name, layer in tt_layers(posterior.template).items() if self.searching else ():
-            prefix = f"model.{name}.rank_state.log_lambda_"
-            bonds = [posterior.carried[f"{prefix}{bond}"] for bond in range(1, len(layer.cores))]
+            bonds = stacked_log_lambdas(posterior, name, layer)
             lambdas[name] = [u.exp().sort(dim=1, descending=True).values.mean(0).tolist() for u in bonds]
         return {
             "prior_weight": posterior.prior.current_weight if self.searching else 0.0,
@@ -78,7 +78,7 @@ class ParticleSubject(Subject):
             "ranks": {name: list(chain) for name, chain in posterior.ranks.items()},
             "lambdas": lambdas,
             "particles": len(posterior),
-            "diagnostics": asdict(posterior.diagnostics()),
+            "diagnostics": asdict(diagnose(posterior.particles)),
         }
 
     def evaluated(self) -> Posterior:
@@ -86,16 +86,18 @@ class ParticleSubject(Subject):
 
     def mend(self) -> list[str]:
         posterior = self.posterior
-        sane = torch.stack(
-            [t.detach().view(len(posterior), -1).isfinite().all(1) for t in posterior.particles.values()]
-        )
+        tensors = (*posterior.particles.values(), *posterior.carried.values(), posterior.outputs(self.probe))
+        sane = torch.stack([tensor.detach().flatten(1).isfinite().all(1) for tensor in tensors if tensor.ndim > 1])
         broken = (~sane.all(0)).nonzero().flatten().tolist()
         if not broken:
             return []
         if len(posterior) - len(broken) < posterior.method.fewest:
             raise TrainingError(f"{len(broken)} of {len(posterior)} particles")
         posterior.drop_(broken)
-        return [f"particles {broken} have weights that are not finite and were dropped; {len(posterior)} are left"]
+        return [
+            f"particles {broken} have weights or outputs that are not finite and were dropped; "
+            f"{len(posterior)} are left"
+        ]
 
     def finish(self, inputs: Iterable[Tensor]) -> None:
         """Batch norm's statistics anew, for the weights that the particles ended with."""
