@@ -119,7 +119,7 @@ def test_print_config_is_a_config(home: Path) -> None:
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_go_on(home: Path) -> None:
-    settings = ["--set", "fit.epochs=8", *SET_TINY[2:]]
+    settings = ["--set", "fit.epochs=60", *SET_TINY[2:]]
     command = [sys.executable, "-m", "bayestrain", "train", *settings, "--out", "my runs/one", "--device", "cpu"]
     process = subprocess.Popen(
         command, cwd=home, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -139,9 +139,9 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_go_on(home: Path) -> 
     assert said[1] == "python -m bayestrain train --resume --out 'my runs/one' --device cpu"
     resumed = bayestrain_process(*shlex.split(said[1])[3:], cwd=home)
     assert resumed.returncode == 0, resumed.stderr
-    assert "epoch   1/9" not in resumed.stdout
+    assert "epoch   1/61" not in resumed.stdout
     epochs = [json.loads(line)["epoch"] for line in history.read_text().splitlines()]
-    assert epochs == list(range(10))
+    assert epochs == list(range(62))
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_resumed_from_the_start(home: Path) -> None:
@@ -233,7 +233,7 @@ def test_help_breaks_no_example_and_names_every_experiment(columns: int, monkeyp
     lines = [line.rstrip() for line in answer("train", "--help").splitlines()]
     for name in toml.names():
         assert any(re.match(rf" +{name} +{re.escape(toml.about(name))}$", line) for line in lines)
-    assert sum(line.startswith("   bayestrain train") for line in lines) == 7
+    assert sum(line.startswith("   bayestrain train") for line in lines) == 8
     assert any(line.endswith("# after Ctrl-C or a power cut") for line in lines)
 
 
