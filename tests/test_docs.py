@@ -100,7 +100,7 @@ def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
         step = bench["steps"][0]
         assert (step["particles"], step["rank"]) == (50, 20)
         assert f"{step['times_faster']:{style}} times" in text
-        assert all(row["within_limit_at_50"] and row["correlation_with_line"] > 0.95 for row in bench["memory"])
+        assert all(row["within_limit_at_50"] and row["correlation_with_line"] > 0.9 for row in bench["memory"])
 
 
 @pytest.mark.parametrize("particles", [20, 50])
