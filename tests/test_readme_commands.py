@@ -39,10 +39,12 @@ def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def short(arguments: list[str]) -> list[str]:
-    """The same command, kept short: one epoch, and the embedded digits instead of data that must be downloaded."""
+    """The same command, kept short: one epoch, few particles, and the embedded digits instead of a download."""
     if arguments[:1] == ["train"]:
         if "--resume" in arguments:
             return [*arguments, "--quiet"]
+        if "--particles" in arguments:  # the last one counts
+            arguments = [*arguments, "--particles", "3"]
         if "mnist" in arguments:
             return [*arguments, "--set", 'data.name="mnist-mini"', "--set", 'posterior.outside="patches"', *SHORT]
         return [*arguments, *SHORT]

@@ -20,7 +20,7 @@ SETTINGS = (
 KILLS = 10
 EXACT = ("model.safetensors", "model.json", "evaluation.safetensors", "spectra.json")
 POSTERIOR = ("--particles", "3", "--set", "tensorize.max_rank=6")
-POSTERIOR_KILLS = 3
+POSTERIOR_KILLS = 2
 
 
 def start(folder: Path, *extra: str) -> subprocess.Popen[bytes]:
