@@ -148,11 +148,11 @@ def test_networks_that_cannot_be_batched_are_refused_by_name() -> None:
         ({"temperature": 0.5}, "svgd has no option 'temperature'"),
         ({"method": "sgld", "step": 3}, "sgld has no option 'step'"),
         ({"clip": 0.0}, "clip is a largest norm"),
-        ({"optimizer": lambda tensors: torch.optim.LBFGS(tensors)}, "LBFGS"),
+        ({"optimizer": lambda tensors: torch.optim.LBFGS(tensors)}, "LBFGS evaluates its loss several times"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises((ConfigError, TypeError), match=said):
+    with pytest.raises(ConfigError, match=said):
         Posterior(independent(lambda: nn.Linear(12, 3), 2), NUM_DATA, **options)
 
 

@@ -83,8 +83,7 @@ class Method(ABC):
         self.clip = clip
         self.make_optimizer = optimizer
         self.optimizer = optimizer(list(self.particles.values()))
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ConfigError("LBFGS evaluates its loss several times a step, which particles do not offer. Use Adam.")
+        refuse_lbfgs(self.optimizer)
         self.steps = 0
         self._broken = torch.zeros(self.n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
         self._all_broken = torch.zeros((), dtype=torch.bool, device=self._broken.device)
@@ -245,3 +244,9 @@ class Method(ABC):
                 group["lr"] = group["lr"].to(self._broken.device)
         self.steps = int(state["steps"])
         self._broken.copy_(state["broken"])
+
+
+def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    """The one torch optimiser that wants to evaluate a loss by itself."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("LBFGS evaluates its loss several times a step, which particles do not offer. Use Adam.")

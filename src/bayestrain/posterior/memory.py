@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayestrain.errors import ConfigError
+from bayestrain.infer.method import refuse_lbfgs
 from bayestrain.posterior.joint import Joint
 
 CACHE = 48 << 20
@@ -63,6 +64,7 @@ def optimizer_states(make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], 
     probe = torch.zeros(64, device=device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
     optimizer = make([probe])
+    refuse_lbfgs(optimizer)
     optimizer.step()
     kept = sum(
         value.numel() for value in optimizer.state[probe].values() if isinstance(value, Tensor) and value.ndim > 0
