@@ -142,6 +142,15 @@ class RankPrior:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
         return self.log_prob() * (-self.current_weight / self.num_data)
 
+    def add_gradients_(self, weight: Tensor | float | None = None) -> Tensor:
+        """Add the gradient of `loss` to every parameter's ``grad``, for a loop without `loss`; returns the loss.
+
+        `weight` stands in for `current_weight`: a tensor, where a captured step must see it change.
+        """
+        loss = self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
+        loss.backward()
+        return loss.detach()
+
     @torch.no_grad()
     def step(self) -> None:
         """After the optimiser's step: move every lambda, keep its floor, hold the scales that are free."""
@@ -229,6 +238,15 @@ class NormalPrior:
     def loss(self) -> Tensor:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
         return self.log_prob() * (-self.current_weight / self.num_data)
+
+    def add_gradients_(self, weight: Tensor | float | None = None) -> Tensor:
+        """Add the gradient of `loss` to every parameter's ``grad``, for a loop without `loss`; returns the loss.
+
+        `weight` stands in for `current_weight`: a tensor, where a captured step must see it change.
+        """
+        loss = self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
+        loss.backward()
+        return loss.detach()
 
     def step(self) -> None:
         """After the optimiser's step: nothing to move."""
