@@ -1,0 +1,226 @@
+"""Multiply a batch by a tensor-train matrix without forming it: a chain of matrix products. Torch only.
+
+Neighbouring cores are merged into a few factors. With the batch as the last axis (features x batch) every factor acts as
+one (batched) matrix product, and what comes out has the layout that the next one needs: nothing is permuted on the way.
+From the right end the state is ``(inputs left to do, rank, outputs done, batch)``, from the left end
+``(outputs done, rank, inputs left to do, batch)``.
+
+`multiply` is plain torch. `multiply_blocks` and `dense_blocks` compute the same block by block, so that what lies
+between two products stays in the cache and little or nothing is saved for the backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayestrain import tt
+
+
+class Factor(NamedTuple):
+    """One product of the chain: `matrix` ``(n, K)`` times each of `batch` slices ``(K, any)`` of the state."""
+
+    matrix: Tensor
+    batch: int
+
+
+def factors(cores: tt.Cores, cuts: Sequence[int], side: str) -> list[Factor]:
+    """What the cores between the bonds `cuts` merge into, in the order in which it acts; `side` acts first."""
+    merged = [tt.merge_matrix(cores[a:b]) for a, b in pairwise((0, *cuts, len(cores)))]
+    if side == "left":
+        matrices = [f.permute(1, 3, 0, 2).reshape(f.shape[1] * f.shape[3], -1) for f in merged]
+        batches = [1]
+        for f in merged[:-1]:  # every factor acts once for each output that is done
+            batches.append(batches[-1] * f.shape[1])
+        return [Factor(*pair) for pair in zip(matrices, batches, strict=True)]
+    matrices = [f.reshape(f.shape[0] * f.shape[1], -1) for f in merged]
+    batches = [1]
+    for f in merged[:-1]:  # every factor acts once for each input that is left to do
+        batches.append(batches[-1] * f.shape[2])
+    return [Factor(*pair) for pair in zip(matrices, batches, strict=True)][::-1]
+
+
+def multiply(x: Tensor, chain: Sequence[Factor], batch_last: bool = True) -> Tensor:
+    """``(B, inputs) -> (B, outputs)``. Small batches are faster with the batch as the first axis of the state."""
+    rows = 1 if batch_last else len(x)
+    state = x.mT if batch_last else x
+    for matrix, batch in chain:
+        state = _product(matrix, state.reshape(rows * batch, matrix.shape[1], -1))
+    return state.reshape(-1, len(x)).mT if batch_last else state.reshape(len(x), -1)
+
+
+def multiply_blocks(
+    x: Tensor, chain: Sequence[Factor], bias: Tensor | None, outputs: int, block: int, recompute: bool
+) -> Tensor:
+    """The first `outputs` columns of `multiply` plus `bias`, `block` rows of the batch at a time.
+
+    With `recompute` nothing but the input is saved for the backward pass.
+    """
+    matrices, batches = zip(*chain, strict=True)
+    y: Tensor = _ChainBlocks.apply(x, bias, outputs, block, recompute, batches, *matrices)
+    return y
+
+
+def dense_blocks(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, outputs: int, block: int) -> Tensor:
+    """The same from the weight, of which only `block` rows of `left` are formed at a time, in both passes.
+
+    `left` is ``(M1, J1, r)``, `right` ``(r, M2, J2)``.
+    """
+    y: Tensor = _DenseBlocks.apply(x, left, right, bias, outputs, block)
+    return y
+
+
+def _product(matrix: Tensor, state: Tensor) -> Tensor:
+    """`matrix` ``(n, K)`` times every slice of `state` ``(batch, K, N)``."""
+    if state.shape[2] == 1:
+        return (state.squeeze(2) @ matrix.mT).unsqueeze(2)
+    if len(state) == 1:
+        return (matrix @ state.squeeze(0)).unsqueeze(0)
+    return torch.bmm(matrix.expand(len(state), -1, -1), state)
+
+
+def _add_outer(total: Tensor, gradient: Tensor, state: Tensor) -> None:
+    """Add the sum over slices of ``gradient @ state^T`` to `total`, which may be of a higher precision."""
+    if len(state) > 1:
+        total += torch.bmm(gradient, state.mT).sum(0)
+    elif total.dtype == state.dtype:
+        total.addmm_(gradient.squeeze(0), state.squeeze(0).mT)
+    else:
+        total += gradient.squeeze(0) @ state.squeeze(0).mT
+
+
+def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
+    """Gradients that can be differentiated once more, by plain torch."""
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(function(*inputs), wanted, gradient, create_graph=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+class _ChainBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, outputs: int, block: int, recompute: bool,
+        batches: tuple[int, ...], *matrices: Tensor,
+    ) -> Tensor:  # fmt: skip
+        y = x.new_empty(len(x), outputs)
+        saved: list[Tensor] = []
+        ctx.kept = not recompute and any(ctx.needs_input_grad)
+        for rows in _row_blocks(len(x), block):
+            *states, out = _ChainBlocks.states(x[rows], batches, matrices)
+            saved += states if ctx.kept else []
+            out = out.reshape(-1, len(x[rows]))
+            ctx.inside = len(out)
+            out = out[:outputs].mT
+            if bias is None:
+                y[rows].copy_(out)
+            else:
+                torch.add(out, bias, out=y[rows])
+        ctx.save_for_backward(x, bias, *matrices, *saved)
+        ctx.block, ctx.batches, ctx.outputs = block, batches, outputs
+        return y
+
+    @staticmethod
+    def states(x: Tensor, batches: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
+        """What goes into every product, and what comes out of the last."""
+        state, found = x.mT, []
+        for matrix, batch in zip(matrices, batches, strict=True):
+            state = state.reshape(batch, matrix.shape[1], -1)
+            found.append(state)
+            state = _product(matrix, state)
+        return [*found, state]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, *rest = ctx.saved_tensors
+        count = len(ctx.batches)
+        matrices, saved = rest[:count], rest[count:]
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor, bias: Tensor | None, *matrices: Tensor) -> Tensor:
+                y = multiply(x, [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)])[:, : ctx.outputs]
+                return y if bias is None else y + bias
+
+            gx, gb, *rest = _again(plain, [x, bias, *matrices], gradient)
+            return gx, gb, None, None, None, None, *rest
+        gx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        totals = [torch.zeros_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in matrices]
+        for number, rows in enumerate(_row_blocks(len(x), ctx.block)):
+            if ctx.kept:
+                states = saved[number * count : (number + 1) * count]
+            else:
+                states = _ChainBlocks.states(x[rows], ctx.batches, matrices)
+            g = gradient[rows].mT
+            if ctx.inside > ctx.outputs:
+                g = F.pad(g, (0, 0, 0, ctx.inside - ctx.outputs))
+            for k in reversed(range(count)):
+                g = g.reshape(ctx.batches[k], matrices[k].shape[0], -1)
+                _add_outer(totals[k], g, states[k])
+                if k or gx is not None:
+                    g = _product(matrices[k].mT, g)
+            if gx is not None:
+                gx[rows].copy_(g.reshape(-1, len(x[rows])).mT)
+        gb = gradient.sum(0) if ctx.needs_input_grad[1] else None
+        return gx, gb, None, None, None, None, *(t.to(m.dtype) for t, m in zip(totals, matrices, strict=True))
+
+
+class _DenseBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, outputs: int, block: int
+    ) -> Tensor:
+        y = x.new_empty(len(x), outputs)
+        for rows, columns in _DenseBlocks.blocks(left, right, outputs, block):
+            weight = _DenseBlocks.weight(left[rows], right)[: columns.stop - columns.start]
+            torch.mm(x, weight.mT, out=y[:, columns])
+        if bias is not None:
+            y += bias
+        ctx.save_for_backward(x, left, right, bias)
+        ctx.outputs, ctx.block = outputs, block
+        return y
+
+    @staticmethod
+    def blocks(left: Tensor, right: Tensor, outputs: int, block: int) -> list[tuple[slice, slice]]:
+        """Rows of `left` and the columns of the output that they make."""
+        each = right.shape[1]
+        ends = [
+            (rows, slice(rows.start * each, min(rows.stop * each, outputs))) for rows in _row_blocks(len(left), block)
+        ]
+        return [(rows, columns) for rows, columns in ends if columns.start < columns.stop]
+
+    @staticmethod
+    def weight(left: Tensor, right: Tensor) -> Tensor:
+        """``(m * M2, J1 * J2)``, these rows of the weight."""
+        (m, j, r), (_, n, k) = left.shape, right.shape
+        product = left.reshape(m * j, r) @ right.reshape(r, n * k)
+        return product.reshape(m, j, n, k).transpose(1, 2).reshape(m * n, j * k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, left, right, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+                return F.linear(x, _DenseBlocks.weight(left, right)[: ctx.outputs], bias)
+
+            return *_again(plain, [x, left, right, bias], gradient), None, None
+        (_, j, r), (_, n, k) = left.shape, right.shape
+        exact = torch.promote_types(x.dtype, torch.float32)
+        gx = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        total_left, total_right = torch.zeros_like(left, dtype=exact), torch.zeros_like(right, dtype=exact)
+        for rows, columns in _DenseBlocks.blocks(left, right, ctx.outputs, ctx.block):
+            g = gradient[:, columns]
+            if gx is not None:
+                gx.addmm_(g, _DenseBlocks.weight(left[rows], right)[: g.shape[1]])
+            outer = F.pad(g.mT @ x, (0, 0, 0, (rows.stop - rows.start) * n - g.shape[1]))
+            outer = outer.reshape(-1, n, j, k).transpose(1, 2).reshape(-1, n * k)  # (m * J1, M2 * J2)
+            total_left[rows] = (outer @ right.reshape(r, n * k).mT).reshape(-1, j, r)
+            total_right += (left[rows].reshape(-1, r).mT @ outer).reshape(r, n, k)
+        gb = gradient.sum(0) if ctx.needs_input_grad[3] else None
+        return gx, total_left.to(left.dtype), total_right.to(right.dtype), gb, None, None
+
+
+def _row_blocks(length: int, block: int) -> list[slice]:
+    return [slice(start, min(start + block, length)) for start in range(0, length, block)]

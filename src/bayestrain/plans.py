@@ -1,0 +1,257 @@
+"""How to multiply by a tensor train: the ways there are, what each costs, and which is cheapest.
+
+Integers and floats only. A way is a `Plan`; its cost is predicted from operations and bytes with the few constants of a
+`Machine`. Linear layers either form the weight ("dense") or run a chain of products by merged cores ("right:2" merges
+the cores on both sides of bond 2 and starts at the right end; "right:1,2,3" of four cores merges nothing);
+convolutions either form the kernel ("kernel") or run the two-step form ("two-step").
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations, pairwise
+
+from bayestrain.errors import ConfigError
+
+MAX_CUTS = 64
+"""Chains that are looked at per side; trains of very many cores have more."""
+
+KEPT_WEIGHTS = 3.0
+"""States between products are saved for the backward pass while they are at most so many times the dense weight, which
+is what gradients and an optimiser's two moments would take for a dense layer; else they are computed again."""
+
+DENSE_BLOCKS = 8
+"""The low-memory dense plan forms the weight in so many blocks."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a kind of device does per second, as far as these layers are concerned.
+
+    Args:
+        rate: operations per second of large matrix products.
+        bandwidth: bytes per second of a copy, read and write counted.
+        launch: seconds that any operation takes at least.
+        half: a product with a dimension of this size reaches half the rate.
+        slice: seconds for each slice of a batched product.
+        state: bytes of a chain's widest state that stay in the cache.
+    """
+
+    rate: float
+    bandwidth: float
+    launch: float
+    half: float
+    slice: float
+    state: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a layer. `name` is what `force_plan` takes."""
+
+    kind: str
+    side: str = ""
+    cuts: tuple[int, ...] = ()
+    recompute: bool = False
+    block: int = 0
+
+    @property
+    def name(self) -> str:
+        """As ``dense``, ``right:2`` or ``left:1,2+recompute``."""
+        chain = f"{self.side}:{','.join(map(str, self.cuts))}" if self.kind == "chain" else self.kind
+        return chain + ("+recompute" if self.recompute else "")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A plan with its predicted seconds, multiply-adds, bytes moved, and bytes saved for the backward pass."""
+
+    plan: Plan
+    seconds: float
+    operations: float
+    moved: float
+    saved: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of a layer: rows of the batch, bytes per number, and whether a backward pass follows.
+
+    `formed` says that merged factors are at hand from an earlier call.
+    """
+
+    rows: int
+    itemsize: int = 4
+    training: bool = True
+    formed: bool = False
+
+
+class _Tally:
+    """Adds up the cost of a plan."""
+
+    def __init__(self, machine: Machine, itemsize: int) -> None:
+        self.machine, self.itemsize = machine, itemsize
+        self.seconds = self.operations = self.moved = 0.0
+
+    def product(self, batch: int, n: int, k: int, columns: int, times: float = 1.0) -> None:
+        """`times` products of ``(n, k)`` with ``(k, columns)``, for each of `batch` slices."""
+        machine = self.machine
+        operations = 2.0 * batch * n * k * columns
+        moved = self.itemsize * batch * (k * columns + n * columns) + self.itemsize * n * k
+        share = math.prod(size / (size + machine.half) for size in (n, k, columns))
+        slices = batch if min(n, columns) > 1 else 1
+        self.seconds += times * (
+            machine.launch
+            + machine.slice * slices
+            + max(operations / (machine.rate * share), moved / machine.bandwidth)
+        )
+        self.operations += times * operations / 2
+        self.moved += times * moved
+
+    def copy(self, numbers: float, times: float = 1.0) -> None:
+        """`times` copies, or sums, of so many numbers."""
+        moved = 2 * self.itemsize * numbers
+        self.seconds += times * (self.machine.launch + moved / self.machine.bandwidth)
+        self.moved += times * moved
+
+
+@dataclass(frozen=True)
+class TrainShape:
+    """Modes and ranks of a tensor-train matrix; `ranks` with the boundary ones."""
+
+    outs: tuple[int, ...]
+    ins: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def groups(self, cuts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """``(rank, outputs, inputs, rank)`` of the factors between the cuts."""
+        return [
+            (self.ranks[a], math.prod(self.outs[a:b]), math.prod(self.ins[a:b]), self.ranks[b])
+            for a, b in pairwise((0, *cuts, len(self.outs)))
+        ]
+
+    def form(self, tally: _Tally, first: int, last: int, times: float) -> None:
+        """Merge cores first..last-1 in halves, as `tt.merge_matrix` does; ``times`` 3 for a backward pass as well."""
+        if last - first == 1:
+            return
+        half = first + (last - first + 1) // 2
+        self.form(tally, first, half, times)
+        self.form(tally, half, last, times)
+        (a, m, j, r), (_, n, k, b) = self._merged(first, half), self._merged(half, last)
+        tally.product(1, a * m * j, r, n * k * b, times)
+        tally.copy(a * m * j * n * k * b, 1 if times == 1 else 2)
+
+    def _merged(self, first: int, last: int) -> tuple[int, int, int, int]:
+        return (
+            self.ranks[first], math.prod(self.outs[first:last]), math.prod(self.ins[first:last]), self.ranks[last]
+        )  # fmt: skip
+
+
+def linear_costs(shape: TrainShape, task: Task, machine: Machine) -> list[Cost]:
+    """Every plan of a linear layer with its cost, cheapest first; low-memory plans (``+recompute``) among them."""
+    return sorted(_linear_costs(shape, task, machine), key=lambda cost: cost.seconds)
+
+
+def _linear_costs(shape: TrainShape, task: Task, machine: Machine) -> Iterator[Cost]:
+    dense = _dense_cost(shape, task, machine)
+    yield dense
+    d = len(shape.outs)
+    if task.training:
+        # Blocks of the weight are formed twice, the input's gradient is read and written for each.
+        again = _Tally(machine, task.itemsize)
+        shape.form(again, 0, d, 1)
+        again.copy(task.rows * math.prod(shape.ins), DENSE_BLOCKS)
+        rows = math.prod(shape.outs[: middle(shape)])
+        plan = Plan("dense", cuts=(middle(shape),), recompute=True, block=max(1, rows // DENSE_BLOCKS))
+        yield Cost(
+            plan, dense.seconds + again.seconds, dense.operations + again.operations, dense.moved + again.moved, 0.0
+        )
+    cuts = [c for count in range(1, d) for c in combinations(range(1, d), count)]
+    for side in ("left", "right"):
+        for chosen in cuts[:MAX_CUTS]:
+            kept = _chain_cost(shape, task, machine, side, chosen, recompute=False)
+            yield kept
+            if task.training:
+                yield _chain_cost(shape, task, machine, side, chosen, recompute=True)
+
+
+def middle(shape: TrainShape) -> int:
+    """The bond at which a weight is put together from two halves."""
+    return (len(shape.outs) + 1) // 2
+
+
+def _dense_cost(shape: TrainShape, task: Task, machine: Machine) -> Cost:
+    tally = _Tally(machine, task.itemsize)
+    passes = 3 if task.training else 1
+    outputs, inputs = math.prod(shape.outs), math.prod(shape.ins)
+    if not task.formed:
+        shape.form(tally, 0, len(shape.outs), passes)
+    tally.product(1, outputs, inputs, task.rows, passes)
+    saved = task.itemsize * outputs * inputs if task.training else 0.0
+    return Cost(Plan("dense"), tally.seconds, tally.operations, tally.moved, saved)
+
+
+def _chain_cost(
+    shape: TrainShape, task: Task, machine: Machine, side: str, cuts: tuple[int, ...], recompute: bool
+) -> Cost:
+    tally = _Tally(machine, task.itemsize)
+    if not task.formed:
+        for a, b in pairwise((0, *cuts, len(shape.outs))):
+            shape.form(tally, a, b, 3 if task.training else 1)
+            if side == "left":
+                tally.copy(math.prod(shape.outs[a:b]) * math.prod(shape.ins[a:b]) * shape.ranks[a] * shape.ranks[b], 1)
+    steps = _steps(shape, cuts, side)
+    states = [batch * k * columns for batch, _, k, columns in steps]  # numbers per row, going into each product
+    outputs, inputs = math.prod(shape.outs), math.prod(shape.ins)
+    widest = max(*states[1:], outputs)
+    block = min(task.rows, 1 << max(4, int(math.log2(max(1, machine.state // (task.itemsize * widest))))))
+    blocks = math.ceil(task.rows / block)
+    for index, (batch, n, k, columns) in enumerate(steps):
+        last = index == len(steps) - 1
+        times = (3.0 + (recompute and not last)) if task.training else 1.0
+        if block < 2:
+            tally.product(1, n, k, batch * columns, times * blocks)
+        else:
+            tally.product(batch, n, k, columns * block, times * blocks)
+        if task.training and batch > 1:
+            tally.copy(batch * n * k / 2, blocks)  # the slices' gradients are added up
+    if block > 1:
+        transposed = outputs + (inputs if side == "left" else 0)
+        tally.copy(transposed * block, blocks)
+        if task.training:
+            tally.copy((outputs + inputs) * block, blocks)
+    saved = sum(states[1:]) + (inputs if side == "left" else 0)
+    saved_bytes = 0.0 if recompute or not task.training else float(saved * task.rows * task.itemsize)
+    plan = Plan("chain", side, cuts, recompute, block)
+    return Cost(plan, tally.seconds, tally.operations, tally.moved, saved_bytes)
+
+
+def _steps(shape: TrainShape, cuts: Sequence[int], side: str) -> list[tuple[int, int, int, int]]:
+    """``(slices, rows, inner size, columns for one row of the batch)`` of every product, in order (see `chain`)."""
+    groups = shape.groups(cuts)
+    steps = []
+    done = 1
+    if side == "right":
+        left = math.prod(j for _, _, j, _ in groups)
+        for a, m, j, b in reversed(groups):
+            left //= j
+            steps.append((left, a * m, j * b, done))
+            done *= m
+    else:
+        left = math.prod(j for _, _, j, _ in groups)
+        for a, m, j, b in groups:
+            left //= j
+            steps.append((done, m * b, a * j, left))
+            done *= m
+    return steps
+
+
+@lru_cache(maxsize=8192)
+def best_linear(shape: TrainShape, task: Task, machine: Machine, low_memory: bool = False) -> Plan:
+    """The plan to take: the fastest that does not save too much for the backward pass."""
+    limit = KEPT_WEIGHTS * math.prod(shape.outs) * math.prod(shape.ins) * task.itemsize
+    for cost in linear_costs(shape, task, machine):
+        if cost.saved <= limit and (cost.plan.recompute or not (low_memory and task.training)):
+            return cost.plan
+    raise AssertionError("recomputing saves nothing, so there is always one")
