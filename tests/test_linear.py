@@ -15,11 +15,6 @@ from torch.testing import assert_close
 
 from bayestrain.errors import BayesTrainError, ConfigError, ShapeError
 from bayestrain.layers import TTLinear
-from bayestrain.layers.linear import _path
-
-
-def path(layer: TTLinear, batch: int) -> str:
-    return _path(layer.out_modes, layer.in_modes, layer.ranks, batch)[0]
 
 
 class LinearKit(LayerKit):
@@ -28,7 +23,7 @@ class LinearKit(LayerKit):
     out_modes: tuple[int, ...] | None = None
     max_rank = 2
     bias = True
-    side: str
+    plan: str
     batch_shapes = ((), (1,), (2, 0, 3), (0,), (2, 1, 4), (6,))
 
     @property
@@ -36,47 +31,69 @@ class LinearKit(LayerKit):
         return self.sizes[:1]
 
     def make_layer(self, *, max_rank: int | None = None, dtype: torch.dtype = torch.float64) -> TTLinear:
-        return TTLinear(
+        layer = TTLinear(
             *self.sizes, self.bias, in_modes=self.in_modes, out_modes=self.out_modes, dtype=dtype,
             max_rank=self.max_rank if max_rank is None else max_rank,
         )  # fmt: skip
+        layer.force_plan(self.plan)
+        return layer
 
-    def test_takes_the_path_it_is_meant_to_test(self) -> None:
-        layer = self.make_layer()
-        assert path(layer, 6) == self.side
-        assert path(layer, 8) == self.side
+    def test_takes_the_plan_it_is_meant_to_test(self) -> None:
+        layer, x = self.make_layer(), self.make_input()
+        layer(x)
+        assert layer.plan is not None
+        assert layer.plan.name == self.plan
+        with torch.no_grad():
+            layer(x)
+        assert layer.plan.name == self.plan.removesuffix("+recompute")
 
     def test_weights_are_formed_in_the_precision_of_the_cores_under_autocast(self) -> None:
         layer, x = self.make_layer(dtype=torch.float32), self.make_input(dtype=torch.float32)
         with Recorder() as recorder, torch.autocast("cpu", torch.bfloat16):
             layer(x)
-        with_data = 1 if self.side == "dense" else 2
-        forming = len(layer.cores) - with_data
-        assert recorder.products == [torch.float32] * forming + [torch.bfloat16] * with_data
+        with_data = 1 if self.plan == "dense" else self.plan.count(",") + 2
+        assert recorder.products[-with_data:] == [torch.bfloat16] * with_data
+        assert set(recorder.products[:-with_data]) <= {torch.float32}
 
 
-class TestDensePath(LinearKit):
-    sizes, max_rank, side = (24, 20), 20, "dense"
+class TestDense(LinearKit):
+    sizes, max_rank, plan = (24, 20), 20, "dense"
 
 
-class TestDensePathPadded(LinearKit):
-    sizes, max_rank, side = (29, 31), 30, "dense"
+class TestDensePadded(LinearKit):
+    sizes, max_rank, plan = (29, 31), 30, "dense"
 
 
 class TestRightFirst(LinearKit):
-    sizes, in_modes, out_modes, side = (24, 24), (2, 12), (12, 2), "right"
+    sizes, in_modes, out_modes, plan = (24, 24), (2, 12), (12, 2), "right:1"
 
 
 class TestRightFirstPaddedWithoutBias(LinearKit):
-    sizes, in_modes, out_modes, bias, side = (30, 23), (2, 2, 8), (6, 2, 2), False, "right"
+    sizes, in_modes, out_modes, bias, plan = (30, 23), (2, 2, 8), (6, 2, 2), False, "right:2"
 
 
 class TestLeftFirst(LinearKit):
-    sizes, in_modes, out_modes, side = (24, 24), (12, 2), (2, 12), "left"
+    sizes, in_modes, out_modes, plan = (24, 24), (12, 2), (2, 12), "left:1"
 
 
 class TestLeftFirstPaddedFourCores(LinearKit):
-    sizes, in_modes, out_modes, side = (47, 46), (4, 3, 2, 2), (2, 2, 3, 4), "left"
+    sizes, in_modes, out_modes, plan = (47, 46), (4, 3, 2, 2), (2, 2, 3, 4), "left:2"
+
+
+class TestNothingMergedPadded(LinearKit):
+    sizes, in_modes, out_modes, plan = (47, 46), (4, 3, 2, 2), (2, 2, 3, 4), "right:1,2,3"
+
+
+class TestThreeFactorsFromTheLeft(LinearKit):
+    sizes, in_modes, out_modes, plan = (48, 48), (4, 3, 2, 2), (2, 2, 3, 4), "left:1,3"
+
+
+class TestRecomputedPadded(LinearKit):
+    sizes, in_modes, out_modes, plan = (47, 46), (4, 3, 2, 2), (2, 2, 3, 4), "right:2+recompute"
+
+
+class TestRecomputedWithoutBias(LinearKit):
+    sizes, in_modes, out_modes, bias, plan = (48, 48), (4, 3, 2, 2), (2, 2, 3, 4), False, "left:1,2,3+recompute"
 
 
 # --- any shape --------------------------------------------------------------------------------------------------------

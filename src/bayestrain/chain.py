@@ -1,9 +1,9 @@
 """Multiply a batch by a tensor-train matrix without forming it: a chain of matrix products. Torch only.
 
-Neighbouring cores are merged into a few factors. With the batch as the last axis (features x batch) every factor acts as
-one (batched) matrix product, and what comes out has the layout that the next one needs: nothing is permuted on the way.
-From the right end the state is ``(inputs left to do, rank, outputs done, batch)``, from the left end
-``(outputs done, rank, inputs left to do, batch)``.
+Neighbouring cores are merged into a few factors. Every factor acts as one batched matrix product, and what comes out
+has the layout that the next one needs: nothing is permuted on the way. From the right end the state is ``(inputs left
+to do, rank, outputs done)``, from the left end ``(outputs done, rank, inputs left to do)``. The batch is its first
+axis, which needs no copies of input and output, or its last, which makes the products larger and fewer.
 
 `multiply` is plain torch. `multiply_blocks` and `dense_blocks` compute the same block by block, so that what lies
 between two products stays in the cache and little or nothing is saved for the backward pass.
@@ -43,24 +43,31 @@ def factors(cores: tt.Cores, cuts: Sequence[int], side: str) -> list[Factor]:
     return [Factor(*pair) for pair in zip(matrices, batches, strict=True)][::-1]
 
 
-def multiply(x: Tensor, chain: Sequence[Factor], batch_last: bool = True) -> Tensor:
-    """``(B, inputs) -> (B, outputs)``. Small batches are faster with the batch as the first axis of the state."""
-    rows = 1 if batch_last else len(x)
-    state = x.mT if batch_last else x
-    for matrix, batch in chain:
-        state = _product(matrix, state.reshape(rows * batch, matrix.shape[1], -1))
+def multiply(x: Tensor, chain: Sequence[Factor], batch_last: bool) -> Tensor:
+    """``(B, inputs) -> (B, outputs)``."""
+    state = states(x, chain, batch_last)[-1]
     return state.reshape(-1, len(x)).mT if batch_last else state.reshape(len(x), -1)
 
 
+def states(x: Tensor, chain: Sequence[Factor], batch_last: bool) -> list[Tensor]:
+    """What goes into every product, and what comes out of the last."""
+    state, rows, found = (x.mT, 1, []) if batch_last else (x, len(x), [])
+    for matrix, batch in chain:
+        state = state.reshape(rows * batch, matrix.shape[1], -1)
+        found.append(state)
+        state = _product(matrix, state)
+    return [*found, state]
+
+
 def multiply_blocks(
-    x: Tensor, chain: Sequence[Factor], bias: Tensor | None, outputs: int, block: int, recompute: bool
+    x: Tensor, chain: Sequence[Factor], bias: Tensor | None, outputs: int, batch_last: bool, block: int, recompute: bool
 ) -> Tensor:
     """The first `outputs` columns of `multiply` plus `bias`, `block` rows of the batch at a time.
 
     With `recompute` nothing but the input is saved for the backward pass.
     """
     matrices, batches = zip(*chain, strict=True)
-    y: Tensor = _ChainBlocks.apply(x, bias, outputs, block, recompute, batches, *matrices)
+    y: Tensor = _ChainBlocks.apply(x, bias, outputs, batch_last, block, recompute, batches, *matrices)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -69,7 +76,7 @@ def dense_blocks(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, ou
 
     `left` is ``(M1, J1, r)``, `right` ``(r, M2, J2)``.
     """
-    y: Tensor = _DenseBlocks.apply(x, left, right, bias, outputs, block)
+    y: Tensor = _DenseBlocks.apply(x, left, right, bias, outputs, block)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -84,12 +91,18 @@ def _product(matrix: Tensor, state: Tensor) -> Tensor:
 
 def _add_outer(total: Tensor, gradient: Tensor, state: Tensor) -> None:
     """Add the sum over slices of ``gradient @ state^T`` to `total`, which may be of a higher precision."""
-    if len(state) > 1:
-        total += torch.bmm(gradient, state.mT).sum(0)
-    elif total.dtype == state.dtype:
-        total.addmm_(gradient.squeeze(0), state.squeeze(0).mT)
+    if state.shape[2] == 1:
+        gradient, state = gradient.mT, state.mT
+        gradient, state = gradient.reshape(-1, gradient.shape[2]).mT, state.reshape(-1, state.shape[2]).mT
+    elif len(state) == 1:
+        gradient, state = gradient.squeeze(0), state.squeeze(0)
     else:
-        total += gradient.squeeze(0) @ state.squeeze(0).mT
+        total += torch.bmm(gradient, state.mT).sum(0)
+        return
+    if total.dtype == state.dtype:
+        total.addmm_(gradient, state.mT)
+    else:
+        total += gradient @ state.mT
 
 
 def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
@@ -102,68 +115,61 @@ def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gra
 class _ChainBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, outputs: int, block: int, recompute: bool,
+        ctx: Any, x: Tensor, bias: Tensor | None, outputs: int, batch_last: bool, block: int, recompute: bool,
         batches: tuple[int, ...], *matrices: Tensor,
     ) -> Tensor:  # fmt: skip
         y = x.new_empty(len(x), outputs)
+        chain = [Factor(*pair) for pair in zip(matrices, batches, strict=True)]
         saved: list[Tensor] = []
         ctx.kept = not recompute and any(ctx.needs_input_grad)
         for rows in _row_blocks(len(x), block):
-            *states, out = _ChainBlocks.states(x[rows], batches, matrices)
-            saved += states if ctx.kept else []
-            out = out.reshape(-1, len(x[rows]))
-            ctx.inside = len(out)
-            out = out[:outputs].mT
+            part = x[rows]
+            *inputs, out = states(part, chain, batch_last)
+            saved += inputs if ctx.kept else []
+            out = out.reshape(-1, len(part)).mT if batch_last else out.reshape(len(part), -1)
+            ctx.inside = out.shape[1]
             if bias is None:
-                y[rows].copy_(out)
+                y[rows].copy_(out[:, :outputs])
             else:
-                torch.add(out, bias, out=y[rows])
+                torch.add(out[:, :outputs], bias, out=y[rows])
         ctx.save_for_backward(x, bias, *matrices, *saved)
-        ctx.block, ctx.batches, ctx.outputs = block, batches, outputs
+        ctx.outputs, ctx.batch_last, ctx.block, ctx.batches = outputs, batch_last, block, batches
         return y
-
-    @staticmethod
-    def states(x: Tensor, batches: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
-        """What goes into every product, and what comes out of the last."""
-        state, found = x.mT, []
-        for matrix, batch in zip(matrices, batches, strict=True):
-            state = state.reshape(batch, matrix.shape[1], -1)
-            found.append(state)
-            state = _product(matrix, state)
-        return [*found, state]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, *rest = ctx.saved_tensors
-        count = len(ctx.batches)
+        count, last = len(ctx.batches), ctx.batch_last
         matrices, saved = rest[:count], rest[count:]
         if torch.is_grad_enabled():
 
             def plain(x: Tensor, bias: Tensor | None, *matrices: Tensor) -> Tensor:
-                y = multiply(x, [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)])[:, : ctx.outputs]
+                chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
+                y = multiply(x, chain, last)[:, : ctx.outputs]
                 return y if bias is None else y + bias
 
             gx, gb, *rest = _again(plain, [x, bias, *matrices], gradient)
-            return gx, gb, None, None, None, None, *rest
+            return gx, gb, None, None, None, None, None, *rest
+        chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
         gx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         totals = [torch.zeros_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in matrices]
         for number, rows in enumerate(_row_blocks(len(x), ctx.block)):
-            if ctx.kept:
-                states = saved[number * count : (number + 1) * count]
-            else:
-                states = _ChainBlocks.states(x[rows], ctx.batches, matrices)
-            g = gradient[rows].mT
+            part, g = x[rows], gradient[rows]
+            inputs = saved[number * count : (number + 1) * count] if ctx.kept else states(part, chain[:-1], last)
             if ctx.inside > ctx.outputs:
-                g = F.pad(g, (0, 0, 0, ctx.inside - ctx.outputs))
+                g = F.pad(g, (0, ctx.inside - ctx.outputs))
+            g = g.mT if last else g
             for k in reversed(range(count)):
-                g = g.reshape(ctx.batches[k], matrices[k].shape[0], -1)
-                _add_outer(totals[k], g, states[k])
+                matrix, batch = chain[k]
+                shape = (batch if last else len(part) * batch, -1)
+                g = g.reshape(shape[0], matrix.shape[0], -1)
+                _add_outer(totals[k], g, inputs[k].reshape(shape[0], matrix.shape[1], -1))
                 if k or gx is not None:
-                    g = _product(matrices[k].mT, g)
+                    g = _product(matrix.mT, g)
             if gx is not None:
-                gx[rows].copy_(g.reshape(-1, len(x[rows])).mT)
-        gb = gradient.sum(0) if ctx.needs_input_grad[1] else None
-        return gx, gb, None, None, None, None, *(t.to(m.dtype) for t, m in zip(totals, matrices, strict=True))
+                gx[rows].copy_(g.reshape(-1, len(part)).mT if last else g.reshape(len(part), -1))
+        gb = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
+        return gx, gb, None, None, None, None, None, *(t.to(m.dtype) for t, m in zip(totals, matrices, strict=True))
 
 
 class _DenseBlocks(torch.autograd.Function):

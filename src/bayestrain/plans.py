@@ -7,7 +7,7 @@ convolutions either form the kernel ("kernel") or run the two-step form ("two-st
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -35,7 +35,9 @@ class Machine:
         launch: seconds that any operation takes at least.
         half: a product with a dimension of this size reaches half the rate.
         slice: seconds for each slice of a batched product.
-        state: bytes of a chain's widest state that stay in the cache.
+        state: bytes of a chain's widest state in one block of the batch; 0 for no blocks unless memory is short.
+        batch_last_from: rows from which on a chain has the batch as its last axis.
+        conv_rate, conv_half: as `rate` and `half`, for convolutions.
     """
 
     rate: float
@@ -44,6 +46,23 @@ class Machine:
     half: float
     slice: float
     state: int
+    batch_last_from: int
+    conv_rate: float
+    conv_half: float
+
+    def faster(self, times: float) -> "Machine":
+        """The same with so many times the rate: more threads, or a shorter number format."""
+        return replace(self, rate=self.rate * times, conv_rate=self.conv_rate * times)
+
+
+CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 6.0, 3e-7, 1 << 20, 16, 9.5e10, 4.0)
+"""One thread of a server's CPU (AMD EPYC), single precision."""
+
+CUDA = Machine(3.3e14, 3.5e12, 3e-6, 48.0, 2e-9, 0, 1 << 62, 2e14, 32.0)
+"""An NVIDIA H200 with TF32, operations launched by a CUDA graph."""
+
+LOW_MEMORY_STATE = 64 << 20
+"""Bytes of a block's widest state where blocks are there to save memory, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,7 @@ class Plan:
     cuts: tuple[int, ...] = ()
     recompute: bool = False
     block: int = 0
+    batch_last: bool = False
 
     @property
     def name(self) -> str:
@@ -204,27 +224,37 @@ def _chain_cost(
     steps = _steps(shape, cuts, side)
     states = [batch * k * columns for batch, _, k, columns in steps]  # numbers per row, going into each product
     outputs, inputs = math.prod(shape.outs), math.prod(shape.ins)
-    widest = max(*states[1:], outputs)
-    block = min(task.rows, 1 << max(4, int(math.log2(max(1, machine.state // (task.itemsize * widest))))))
+    block = _block(max(*states[1:], outputs) * task.itemsize, task, machine, recompute)
     blocks = math.ceil(task.rows / block)
+    last = task.rows >= machine.batch_last_from
     for index, (batch, n, k, columns) in enumerate(steps):
-        last = index == len(steps) - 1
-        times = (3.0 + (recompute and not last)) if task.training else 1.0
-        if block < 2:
-            tally.product(1, n, k, batch * columns, times * blocks)
+        times = blocks * (3.0 + (recompute and index + 1 < len(steps)) if task.training else 1.0)
+        if last:
+            tally.product(batch, n, k, columns * block, times)
+        elif columns == 1:
+            tally.product(1, n, k, batch * block, times)
         else:
-            tally.product(batch, n, k, columns * block, times * blocks)
-        if task.training and batch > 1:
-            tally.copy(batch * n * k / 2, blocks)  # the slices' gradients are added up
-    if block > 1:
+            tally.product(batch * block, n, k, columns, times)
+        slices = batch if last else 1 if columns == 1 else batch * block
+        if task.training and slices > 1:
+            tally.copy(slices * n * k, blocks)  # their gradients are written and added up
+    if last:
         transposed = outputs + (inputs if side == "left" else 0)
         tally.copy(transposed * block, blocks)
         if task.training:
             tally.copy((outputs + inputs) * block, blocks)
-    saved = sum(states[1:]) + (inputs if side == "left" else 0)
+    saved = sum(states[1:]) + (inputs if side == "left" and last else 0)
     saved_bytes = 0.0 if recompute or not task.training else float(saved * task.rows * task.itemsize)
-    plan = Plan("chain", side, cuts, recompute, block)
+    plan = Plan("chain", side, cuts, recompute, block, last)
     return Cost(plan, tally.seconds, tally.operations, tally.moved, saved_bytes)
+
+
+def _block(state: int, task: Task, machine: Machine, recompute: bool) -> int:
+    """Rows of the batch at a time: a power of two, at least 16, whose states of `state` bytes a row fit."""
+    room = machine.state or (LOW_MEMORY_STATE if recompute else 0)
+    if not room:
+        return task.rows
+    return min(task.rows, 1 << max(4, (room // state).bit_length() - 1))
 
 
 def _steps(shape: TrainShape, cuts: Sequence[int], side: str) -> list[tuple[int, int, int, int]]:
@@ -247,11 +277,83 @@ def _steps(shape: TrainShape, cuts: Sequence[int], side: str) -> list[tuple[int,
     return steps
 
 
+@dataclass(frozen=True)
+class ConvShape:
+    """Taps of the kernel, channel modes and ranks of a convolution's train; `ranks` with the boundary ones."""
+
+    taps: int
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
 @lru_cache(maxsize=8192)
-def best_linear(shape: TrainShape, task: Task, machine: Machine, low_memory: bool = False) -> Plan:
-    """The plan to take: the fastest that does not save too much for the backward pass."""
+def best_linear(
+    shape: TrainShape, task: Task, machine: Machine, low_memory: bool = False, forced: str | None = None
+) -> Plan:
+    """The plan to take: the forced one, or the fastest that does not save too much for the backward pass."""
+    costs = linear_costs(shape, task, machine)
+    if forced is not None:
+        return _named(costs, forced, task)
     limit = KEPT_WEIGHTS * math.prod(shape.outs) * math.prod(shape.ins) * task.itemsize
-    for cost in linear_costs(shape, task, machine):
+    for cost in costs:
         if cost.saved <= limit and (cost.plan.recompute or not (low_memory and task.training)):
             return cost.plan
     raise AssertionError("recomputing saves nothing, so there is always one")
+
+
+def conv_costs(shape: ConvShape, task: Task, machine: Machine) -> list[Cost]:
+    """The two plans of a convolution with their costs, cheapest first; rows of the task are positions of the output."""
+    t, ins, outs, rank = shape.taps, math.prod(shape.ins), math.prod(shape.outs), shape.ranks[1 + len(shape.ins)]
+    passes = 3 if task.training else 1
+    conv = replace(machine, rate=machine.conv_rate, half=machine.conv_half)
+    found = []
+    for kind in ("kernel", "two-step"):
+        tally, forming = _Tally(conv, task.itemsize), _Tally(machine, task.itemsize)
+        if not task.formed:
+            sizes = (t, *shape.ins, *shape.outs)
+            cut = 1 + len(shape.ins)
+            _merge(forming, sizes[:cut], shape.ranks[: cut + 1], passes)
+            _merge(forming, sizes[cut:], shape.ranks[cut:], passes)
+        if kind == "kernel":
+            if not task.formed:
+                forming.product(1, outs, rank, t * ins, passes)
+            tally.product(1, outs, t * ins, task.rows, passes)
+            saved = task.itemsize * outs * t * ins
+        else:
+            tally.product(1, rank, t * ins, task.rows, passes)
+            tally.product(1, outs, rank, task.rows, passes)
+            saved = task.itemsize * rank * task.rows
+        found.append(
+            Cost(
+                Plan(kind), tally.seconds + forming.seconds, tally.operations + forming.operations,
+                tally.moved + forming.moved, float(saved if task.training else 0),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda cost: cost.seconds)
+
+
+def _merge(tally: _Tally, sizes: Sequence[int], ranks: Sequence[int], times: float) -> None:
+    """Merge flat cores in halves, as `tt.merge` does."""
+    if len(sizes) == 1:
+        return
+    half = (len(sizes) + 1) // 2
+    _merge(tally, sizes[:half], ranks[: half + 1], times)
+    _merge(tally, sizes[half:], ranks[half:], times)
+    tally.product(1, ranks[0] * math.prod(sizes[:half]), ranks[half], math.prod(sizes[half:]) * ranks[-1], times)
+
+
+@lru_cache(maxsize=8192)
+def best_conv(shape: ConvShape, task: Task, machine: Machine, forced: str | None = None) -> Plan:
+    """The forced plan, or the faster of the two."""
+    costs = conv_costs(shape, task, machine)
+    return costs[0].plan if forced is None else _named(costs, forced, task)
+
+
+def _named(costs: Iterable[Cost], name: str, task: Task) -> Plan:
+    """The plan of that name; without a backward pass there is nothing to recompute."""
+    known = {cost.plan.name: cost.plan for cost in costs}
+    wanted = name if task.training else name.removesuffix("+recompute")
+    if wanted not in known:
+        raise ConfigError(f"There is no plan {name!r} for this layer. It has {', '.join(sorted(known))}.")
+    return known[wanted]

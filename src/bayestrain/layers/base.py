@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from bayestrain import shrinkage, tt
 from bayestrain.errors import ConversionError, ShapeError
+from bayestrain.layers.planned import Kept, transformed
+from bayestrain.plans import Cost, Plan
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
@@ -36,9 +38,18 @@ def check_dense(dense: nn.Module, kind: type[nn.Module]) -> None:
 
 def own_precision(x: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off: weights are formed in the precision of the cores, only products with data are lowered."""
-    if torch.amp.is_autocast_available(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()  # the meta device, for one, knows no autocast
+    kind = x.device.type  # the meta device, for one, knows no autocast
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type that products with this input are computed in: autocast's, where it is on."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.is_floating_point():
+        return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 else x.dtype
+    return x.dtype
 
 
 class RankState(nn.Module):
@@ -96,6 +107,12 @@ class TTLayer(nn.Module, ABC):
         self.rank_state: RankState | None = None
         self.compacted: object = None
         """What the last `compact_` left here; the same cores are not compacted twice."""
+        self.low_memory = False
+        """Whether training saves as little as possible for the backward pass, at some cost of time."""
+        self.given: Tensor | None = None
+        """The weight, formed by somebody else for the passes to come (`forming.FormTogether`)."""
+        self._forced: str | None = None
+        self._kept = Kept()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -117,10 +134,53 @@ class TTLayer(nn.Module, ABC):
         held = math.prod(int(size) for core in self.cores for size in core.shape[1:-1])
         return held > self.dense_parameters - (0 if self.bias is None else self.outputs)
 
+    @abstractmethod
+    def plan_costs(self, x: Tensor) -> list[Cost]:
+        """Every way to run on this input, with its predicted cost, cheapest first."""
+
+    @abstractmethod
+    def plan_for(self, x: Tensor) -> Plan:
+        """How this input would be run: the cheapest plan, or the forced one."""
+
+    def plans(self, x: Tensor) -> list[str]:
+        """The names of all plans for this input."""
+        return [cost.plan.name for cost in self.plan_costs(x)]
+
+    def force_plan(self, name: str | None) -> None:
+        """Always run this plan, as "dense" or "right:2"; None lets the cost decide again.
+
+        A plan that the layer has not is refused when it runs.
+        """
+        self._forced = name
+        self._kept.forget()
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the last pass was run; None before the first."""
+        return self._kept.plan
+
+    def _trains(self, x: Tensor) -> bool:
+        """Whether a pass now would be followed by a backward pass."""
+        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+
+    def _infers(self) -> bool:
+        """Whether a pass now is one in which factors may be kept: no gradients, nobody looking on."""
+        return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed())
+
+    def train(self, mode: bool = True) -> Self:
+        """As for any module; factors kept for inference are forgotten."""
+        self._kept.forget()
+        return super().train(mode)
+
     @property
     @abstractmethod
     def outputs(self) -> int:
         """Number of output features or channels."""
+
+    @property
+    @abstractmethod
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the full weight."""
 
     @property
     @abstractmethod

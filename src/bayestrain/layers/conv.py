@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ConversionError, ShapeError
-from bayestrain.layers.base import TTLayer, check_dense, own_precision
+from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
+from bayestrain.layers.planned import COMPILED_PLACES, machine, transformed
 from bayestrain.layers.start import default_bias, start_variance
+from bayestrain.plans import ConvShape, Cost, Plan, Task, best_conv, conv_costs
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
-
-SPLIT_GAIN = 2.0
-"""The two-step convolution is only taken when it saves at least this factor of multiplications."""
 
 TWO_MODES_FROM = 16
 """Channel counts from this one on are factored into two modes, smaller ones stay whole."""
@@ -144,14 +143,18 @@ class TTConv2d(TTLayer):
         return 1 + len(self.in_modes)
 
     def dense_weight(self, cores: Sequence[Tensor]) -> Tensor:
-        """The full ``(S, C, kh, kw)`` kernel of these cores."""
+        """The full ``(S, C, kh, kw)`` kernel of these cores, channels last in memory."""
         first, second = self._halves(cores)
-        kernel = first.permute(2, 1, 0).flatten(1).mT @ second  # (C*t, r) @ (r, S)
-        return kernel.mT.reshape(self.out_channels, self.in_channels, *self.kernel_size)
+        kernel = second.mT @ first.reshape(-1, first.shape[2]).mT  # (S, r) @ (r, t*C)
+        return kernel.reshape(self.out_channels, *self.kernel_size, self.in_channels).permute(0, 3, 1, 2)
 
     @property
     def outputs(self) -> int:
         return self.out_channels
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels, *self.kernel_size)
 
     @property
     def dense_parameters(self) -> int:
@@ -170,16 +173,55 @@ class TTConv2d(TTLayer):
                 f"TTConv2d expects (batch, {self.in_channels}, height, width) or the same without batch, "
                 f"got {tuple(x.shape)}."
             )
-        t, rank = math.prod(self.kernel_size), self.cores[self.middle_bond].shape[0]
-        two_step = rank * (t * self.in_channels + self.out_channels)
-        if two_step * SPLIT_GAIN > t * self.in_channels * self.out_channels:
-            with own_precision(x):
-                kernel = self.weight
-            return self._convolve(x, kernel, self.bias)
+        if self.given is not None:
+            return self._convolve(x, self._in_format(x, self.given), self.bias)
+        if self._infers():
+            cores, name = self.cores._parameters.values(), (x.shape, x.dtype, _channels_last(x))
+            kernels = self._kept.get(cores, name, lambda: self._prepare(x))  # type: ignore[arg-type]
+        else:
+            if not torch.compiler.is_compiling():
+                self._kept.forget()
+            kernels = self._prepare(x)
+        if len(kernels) == 1:
+            return self._convolve(x, kernels[0], self.bias)
+        return F.conv2d(self._convolve(x, kernels[0], None), kernels[1], self.bias)
+
+    def _prepare(self, x: Tensor) -> list[Tensor]:
+        """The full kernel, or the two of the two-step form, as the plan wants it."""
+        plan = self.plan_for(x)
+        if not torch.compiler.is_compiling():
+            self._kept.plan = plan
         with own_precision(x):
+            if plan.kind == "kernel":
+                return [self._in_format(x, self.weight)]
             first, second = self._halves(list(self.cores))
-        filters = first.permute(2, 1, 0).reshape(rank, self.in_channels, *self.kernel_size)
-        return F.conv2d(self._convolve(x, filters, None), second.mT[:, :, None, None], self.bias)
+            filters = first.permute(2, 0, 1).reshape(-1, *self.kernel_size, self.in_channels).permute(0, 3, 1, 2)
+            return [self._in_format(x, filters), self._in_format(x, second.mT[:, :, None, None])]
+
+    @staticmethod
+    def _in_format(x: Tensor, kernel: Tensor) -> Tensor:
+        """The kernel in the memory format of the input, which decides that of the output."""
+        return kernel if _channels_last(x) else kernel.contiguous()
+
+    def plan_costs(self, x: Tensor) -> list[Cost]:
+        """Both ways to convolve this input, with their predicted costs, cheapest first."""
+        return conv_costs(self._shape(), self._task(x), machine(x.device.type, product_dtype(x)))
+
+    def plan_for(self, x: Tensor) -> Plan:
+        """How this input would be convolved: the cheaper plan, or the forced one."""
+        if torch.compiler.is_compiling():
+            modes = (math.prod(self.kernel_size), self.in_modes, self.out_modes, self.ranks)
+            return _compiled_plan(*modes, x.device.type, product_dtype(x), self._trains(x), self._forced)  # type: ignore[no-any-return]
+        return best_conv(self._shape(), self._task(x), machine(x.device.type, product_dtype(x)), self._forced)
+
+    def _shape(self) -> ConvShape:
+        return ConvShape(math.prod(self.kernel_size), self.in_modes, self.out_modes, self.ranks)
+
+    def _task(self, x: Tensor) -> Task:
+        """What is asked of the layer, in positions of the output; inference finds its kernels formed."""
+        training = self._trains(x)
+        places = x.numel() // self.in_channels // math.prod(_pair(self.stride))
+        return Task(max(1, places), product_dtype(x).itemsize, training, not training)
 
     def _convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve with this layer's stride, padding and dilation."""
@@ -204,3 +246,19 @@ def _channel_modes(size: int, modes: Sequence[int] | None, what: str) -> tuple[i
 
 def _pair(value: tuple[int, ...]) -> tuple[int, int]:
     return value[0], value[1]
+
+
+def _channels_last(x: Tensor) -> bool:
+    if x.ndim != 4 or transformed():
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compiled_plan(
+    taps: int, ins: tuple[int, ...], outs: tuple[int, ...], ranks: tuple[int, ...], device: str, dtype: torch.dtype,
+    training: bool, forced: str | None,
+) -> Plan:  # fmt: skip
+    """The plan of a compiled layer, which the compiler need not look into."""
+    task = Task(COMPILED_PLACES, dtype.itemsize, training)
+    return best_conv(ConvShape(taps, ins, outs, ranks), task, machine(device, dtype), forced)

@@ -1,25 +1,23 @@
 """`TTLinear`: a linear layer whose weight is a tensor-train matrix."""
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayestrain import chain, tt
 from bayestrain import modes as mode_tools
-from bayestrain import tt
 from bayestrain.errors import ShapeError
-from bayestrain.layers.base import TTLayer, check_dense, own_precision
+from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
+from bayestrain.layers.planned import COMPILED_ROWS, machine, transformed
 from bayestrain.layers.start import default_bias, start_variance
+from bayestrain.plans import Cost, Plan, Task, TrainShape, best_linear, linear_costs
 
-Path = tuple[str, int]
-"""How to multiply: ("dense", 0) forms the weight; ("left" | "right", bond) multiplies by one merged side first."""
-
-SPLIT_GAIN = 2.0
-"""Two smaller products are only taken when they save at least this factor of multiplications."""
+Factors = Tensor | tuple[Tensor, Tensor] | list[chain.Factor]
+"""What a plan multiplies by: the weight, its two halves, or the factors of a chain."""
 
 
 class TTLinear(TTLayer):
@@ -115,6 +113,10 @@ class TTLinear(TTLayer):
         return self.out_features
 
     @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_features, self.in_features)
+
+    @property
     def dense_parameters(self) -> int:
         return self.out_features * (self.in_features + (self.bias is not None))
 
@@ -123,35 +125,89 @@ class TTLinear(TTLayer):
             raise ShapeError(
                 f"TTLinear expects {self.in_features} features in the last dimension, got {tuple(x.shape)}."
             )
-        batch_shape = x.shape[:-1]
-        choose = _path.__wrapped__ if torch.compiler.is_compiling() else _path  # the compiler warns of a cache
-        side, bond = choose(self.out_modes, self.in_modes, self.ranks, math.prod(batch_shape))
-        if side == "dense":
-            with own_precision(x):
-                weight = self.weight
-            if x.ndim != 2 or x.device.type != "cpu" or weight.numel() < x.numel():
-                return F.linear(x, weight, self.bias)
-            # As fast, and many networks at once (`torch.vmap`) get the gradient of a large weight in its own order.
+        if self.given is not None or not x.numel():
+            return F.linear(x, self.weight if self.given is None else self.given, self.bias)
+        if self._infers():
+            cores = self.cores._parameters.values()
+            run = self._kept.get(cores, (x.shape[:-1], product_dtype(x), x.dtype), lambda: self._prepare(x))  # type: ignore[arg-type]
+            return run(x)
+        if not torch.compiler.is_compiling():
+            self._kept.forget()
+        return self._prepare(x)(x)
+
+    def _prepare(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """How to run inputs like this one, with everything formed that depends on the cores alone."""
+        plain = torch.compiler.is_compiling() or transformed()
+        plan = self.plan_for(x)
+        if not torch.compiler.is_compiling():
+            self._kept.plan = plan
+        factors = self._factors(plan, x)
+        if plan.kind == "dense" and (plain or not plan.recompute):
+            return lambda x: self._dense(x, factors)
+        return lambda x: self._chained(x, plan, factors, plain)
+
+    def _factors(self, plan: Plan, x: Tensor) -> Factors:
+        """What the plan multiplies by: the weight, its two halves, or the factors of a chain."""
+        cores, dtype = list(self.cores), product_dtype(x)
+        with own_precision(x):
+            if plan.kind == "chain":
+                factors = chain.factors(cores, plan.cuts, plan.side)
+                return [chain.Factor(matrix.to(dtype), batch) for matrix, batch in factors]
+            if plan.recompute:
+                bond = plan.cuts[0]
+                return tt.merge_matrix(cores[:bond]).squeeze(0), tt.merge_matrix(cores[bond:]).squeeze(-1)
+            return self.weight
+
+    def _dense(self, x: Tensor, weight: Factors) -> Tensor:
+        if not isinstance(weight, Tensor):  # two halves, where only plain torch will do
+            weight = self.weight
+        if x.ndim == 2 and x.device.type == "cpu" and transformed() and weight.numel() >= x.numel():
+            # Many networks at once (`torch.vmap`) get the gradient of a large weight in its own order.
             y = (weight @ x.mT).mT.contiguous()
             return y if self.bias is None else y + self.bias.to(y.dtype)
+        return F.linear(x, weight, self.bias)
+
+    def _chained(self, x: Tensor, plan: Plan, factors: Factors, plain: bool) -> Tensor:
+        batch_shape, dtype = x.shape[:-1], product_dtype(x)
+        if x.ndim != 2:
+            x = x.reshape(-1, self.in_features)
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        if (inside := math.prod(self.in_modes)) > self.in_features:
+            x = F.pad(x, (0, inside - self.in_features))
         with own_precision(x):
-            cores = list(self.cores)
-            left = tt.merge_matrix(cores[:bond]).squeeze(0)  # (ML, JL, r)
-            right = tt.merge_matrix(cores[bond:]).squeeze(-1)  # (r, MR, JR)
-        out_left, in_left, rank = left.shape
-        _, out_right, in_right = right.shape
-        x = F.pad(x.reshape(-1, self.in_features), (0, in_left * in_right - self.in_features))
-        x = x.reshape(-1, in_left, in_right)  # (B, JL, JR)
-        if side == "right":
-            x = x @ right.reshape(rank * out_right, in_right).mT  # (B, JL, r*MR)
-            y = left.reshape(out_left, in_left * rank) @ x.reshape(-1, in_left * rank, out_right)  # (B, ML, MR)
-        else:
-            x = left.mT.reshape(out_left * rank, in_left) @ x  # (B, ML*r, JR)
-            y = x.reshape(-1, out_left, rank * in_right) @ right.mT.reshape(rank * in_right, out_right)
-        y = y.reshape(-1, out_left * out_right)[:, : self.out_features]
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
-        return y.reshape(*batch_shape, self.out_features)
+            if isinstance(factors, tuple):
+                left, right = (factor.to(dtype) for factor in factors)
+                y = chain.dense_blocks(x, left, right, self.bias, self.out_features, plan.block)
+            elif plain or (plan.block >= len(x) and not plan.batch_last and not plan.recompute):
+                y = chain.multiply(x, factors, batch_last=False)  # type: ignore[arg-type]
+                if y.shape[1] > self.out_features:
+                    y = y[:, : self.out_features]
+                if self.bias is not None:
+                    y = y + self.bias.to(dtype)
+            else:
+                options = (self.out_features, plan.batch_last, plan.block, plan.recompute)
+                y = chain.multiply_blocks(x, factors, self.bias, *options)  # type: ignore[arg-type]
+        return y if len(batch_shape) == 1 else y.reshape(*batch_shape, self.out_features)
+
+    def plan_costs(self, x: Tensor) -> list[Cost]:
+        """Every way to multiply this input, with its predicted cost, cheapest first."""
+        shape = TrainShape(self.out_modes, self.in_modes, self.ranks)
+        return linear_costs(shape, self._task(x), machine(x.device.type, product_dtype(x)))
+
+    def plan_for(self, x: Tensor) -> Plan:
+        """How this input would be multiplied: the cheapest plan, or the forced one."""
+        choice = (self.low_memory, self._forced)
+        if torch.compiler.is_compiling():
+            modes = (self.out_modes, self.in_modes, self.ranks)
+            return _compiled_plan(*modes, x.device.type, product_dtype(x), self._trains(x), *choice)  # type: ignore[no-any-return]
+        shape = TrainShape(self.out_modes, self.in_modes, self.ranks)
+        return best_linear(shape, self._task(x), machine(x.device.type, product_dtype(x)), *choice)
+
+    def _task(self, x: Tensor) -> Task:
+        """What is asked of the layer; inference finds its factors formed."""
+        training = self._trains(x)
+        return Task(max(1, math.prod(x.shape[:-1])), product_dtype(x).itemsize, training, not training)
 
     def extra_repr(self) -> str:
         return (
@@ -182,29 +238,11 @@ def linear_modes(
     )
 
 
-@lru_cache(maxsize=4096)
-def _path(outs: tuple[int, ...], ins: tuple[int, ...], ranks: tuple[int, ...], batch: int) -> Path:
-    """The way with the fewest multiplications for this batch size, forming the factors included."""
-
-    def forming(first: int, last: int) -> int:
-        """Multiplications to merge cores first..last-1, in halves as `tt.merge_matrix` does."""
-        if last - first == 1:
-            return 0
-        half = first + (last - first + 1) // 2
-        size = math.prod(outs[first:last]) * math.prod(ins[first:last])
-        return forming(first, half) + forming(half, last) + ranks[first] * size * ranks[half] * ranks[last]
-
-    best: Path = ("dense", 0)
-    cheapest = batch * math.prod(outs) * math.prod(ins) / SPLIT_GAIN + forming(0, len(outs))
-    for bond in range(1, len(outs)):
-        form = forming(0, bond) + forming(bond, len(outs))
-        out_left, in_left = math.prod(outs[:bond]), math.prod(ins[:bond])
-        out_right, in_right = math.prod(outs[bond:]), math.prod(ins[bond:])
-        rank = ranks[bond]
-        right_first = form + batch * rank * in_left * out_right * (in_right + out_left)
-        left_first = form + batch * rank * out_left * in_right * (in_left + out_right)
-        if right_first < cheapest:
-            best, cheapest = ("right", bond), right_first
-        if left_first < cheapest:
-            best, cheapest = ("left", bond), left_first
-    return best
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compiled_plan(
+    outs: tuple[int, ...], ins: tuple[int, ...], ranks: tuple[int, ...], device: str, dtype: torch.dtype,
+    training: bool, low_memory: bool, forced: str | None,
+) -> Plan:  # fmt: skip
+    """The plan of a compiled layer, which the compiler need not look into."""
+    task = Task(COMPILED_ROWS, dtype.itemsize, training)
+    return best_linear(TrainShape(outs, ins, ranks), task, machine(device, dtype), low_memory, forced)

@@ -1,0 +1,82 @@
+"""What layers need to follow plans: the machine they run on, and merged factors kept between calls."""
+
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bayestrain import plans
+
+Formed = TypeVar("Formed")
+
+MEASURED: dict[str, plans.Machine] = {}
+"""Machines that were calibrated in this process, by kind of device."""
+
+MOST_KEPT = 8
+"""Shapes of inputs that a layer is prepared for at a time."""
+
+COMPILED_ROWS, COMPILED_PLACES = 256, 256 * 256
+"""Batch, and positions of a convolution's output, that a compiled layer is planned for: its plan must not depend on the
+batch, or every size is compiled anew."""
+
+
+def machine(device: str, dtype: torch.dtype) -> plans.Machine:
+    """What a plan's cost is reckoned with on this kind of device, for products of this type."""
+    tf32 = device == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return _machine(device, dtype, tf32, torch.get_num_threads(), MEASURED.get(device))
+
+
+@lru_cache(maxsize=64)
+def _machine(kind: str, dtype: torch.dtype, tf32: bool, threads: int, measured: plans.Machine | None) -> plans.Machine:
+    if kind == "cuda":
+        found = measured or plans.CUDA
+        if dtype in (torch.bfloat16, torch.half):
+            return found.faster(2.0)
+        return found.faster({torch.float32: 1.0 if tf32 else 0.15}.get(dtype, 0.15))
+    found = measured or plans.CPU_THREAD
+    return found.faster(threads * {torch.float64: 0.5}.get(dtype, 1.0))
+
+
+def transformed() -> bool:
+    """Whether a transformation of `torch.func` (vmap, grad, ..) is at work: then only plain torch will do."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Kept:
+    """What a layer prepared for inference, kept as long as its cores are the same; and the plan it last ran.
+
+    A change is seen by the tensors' version counters and addresses. Writing through ``core.data`` hides it from the
+    counter; a call of ``train()`` or ``eval()``, or any pass with gradients, makes all be formed anew.
+    """
+
+    def __init__(self) -> None:
+        self.plan: plans.Plan | None = None
+        self._key: list[int] = []
+        self._held: list[Tensor] = []
+        self._values: dict[object, object] = {}
+
+    def forget(self) -> None:
+        """Drop what was prepared."""
+        if self._key:
+            self._key, self._held, self._values = [], [], {}
+
+    def get(self, cores: Collection[Tensor], name: object, form: Callable[[], Formed]) -> Formed:
+        """What `form` returns, from before if it can be."""
+        key = [number for core in cores for number in (core.data_ptr(), core._version)]
+        if key != self._key:
+            # The cores are held, so that no other tensor can come to lie at their address.
+            self._key, self._held, self._values = key, [core.detach() for core in cores], {}
+        found = self._values.get(name)
+        if found is None:
+            if len(self._values) >= MOST_KEPT:
+                self._values.clear()
+            found = self._values[name] = form()
+        return found  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: object) -> "Kept":
+        return Kept()
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()
