@@ -145,15 +145,15 @@ def test_a_captured_step_is_the_ordinary_step_bit_for_bit() -> None:
         if number == 30:
             captured.fix_ranks_()
             ordinary.fix_ranks_()
-        ordinary._steady = -1_000_000  # never captured
+        ordinary.capture.steady = -1_000_000  # never captured
         ours, theirs = captured.step(x, y), ordinary.step(x, y)
-        used += captured._captured is not None
+        used += captured.capture.recorded is not None
         assert torch.equal(ours.log_likelihood, theirs.log_likelihood), number
         for group in ("particles", "carried"):
             for name, tensor in getattr(ordinary, group).items():
                 assert torch.equal(getattr(captured, group)[name], tensor), (number, name)
     assert used > 25
-    assert ordinary._captured is None
+    assert ordinary.capture.recorded is None
     assert captured.prior.steps == ordinary.prior.steps
 
 
