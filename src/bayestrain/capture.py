@@ -82,8 +82,12 @@ class RecordedStep:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device):
             torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph):
-                self.results = step(self.x, self.y)
+            stream = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(self.graph):
+                    self.results = step(self.x, self.y)
+            finally:
+                torch.cuda.set_stream(stream)  # a recording that fails does not leave its own
 
     def fits(self, x: Tensor, y: Tensor) -> bool:
         """Whether a batch has the shape that was recorded."""

@@ -252,9 +252,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Go on from a saved state, perhaps one of another device: what depends on the device stays as it is here."""
     groups = []
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        lr = torch.full_like(own["lr"], float(saved["lr"])) if isinstance(own["lr"], Tensor) else float(saved["lr"])
-        kept = {key: own[key] for key in ("capturable", "fused", "foreach") if key in own}
-        groups.append({**saved, **kept, "lr": lr})
+        here: dict[str, Any] = {key: own[key] for key in ("capturable", "fused", "foreach") if key in own}
+        if "lr" in saved:
+            lr = float(saved["lr"])
+            here["lr"] = torch.full_like(own["lr"], lr) if isinstance(own["lr"], Tensor) else lr
+        groups.append({**saved, **here})
     optimizer.load_state_dict({**state, "param_groups": groups})
 
 

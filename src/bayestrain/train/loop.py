@@ -71,10 +71,11 @@ def fit(
 
     Args:
         model: a model with TT layers.
-        train: training images; each batch goes through `augment`, as floats in [0, 1], on `device`.
+        train: training images; they go through `augment` as floats in [0, 1], on `device`.
         evaluate: called after each epoch with the model, returns validation metrics; never give it the test set.
         config, prior: the settings of the loop and of the prior.
-        augment: ``augment(images, generator)``: normalisation and augmentation of one batch.
+        augment: ``augment(images, generator)``: normalisation and augmentation of one batch; on a GPU of many batches
+            at once (`Images.batches`).
         loss: mean loss of a batch; its outputs' largest entry counts as the predicted class in the progress.
         folder: where checkpoints and ``history.jsonl`` go; none are written without it.
         resume: go on from the last checkpoint in `folder`. On a CPU the result is the same, bit for bit.
