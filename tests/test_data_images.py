@@ -121,3 +121,43 @@ def test_importing_and_loading_needs_no_download_library() -> None:
         "assert not {'pooch', 'requests', 'PIL'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_blocks_of_batches_are_the_same_batches(digits: data.Splits) -> None:
+    def epoch(block: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(7)
+        return list(digits.test.batches(300, shuffle=True, generator=generator, block=block))
+
+    one_by_one = epoch(None)
+    for block in (1, 2, 3, 100):
+        for (x, y), (expected, labels) in zip(epoch(block), one_by_one, strict=True):
+            assert torch.equal(x, expected)
+            assert torch.equal(y, labels)
+    assert [len(y) for _, y in digits.test.batches(300, shuffle=False, drop_last=True, block=4)] == [300] * 6
+    with pytest.raises(ConfigError, match="block must be 1 batch or more, not 0"):
+        digits.test.batches(300, shuffle=False, block=0)
+
+
+def test_blocks_are_augmented_whole_and_use_up_the_same_draws(digits: data.Splits) -> None:
+    def epochs(noise: torch.Generator, number: int) -> list[torch.Tensor]:
+        seen = []
+        for epoch in range(number):
+            order = torch.Generator().manual_seed(epoch)
+            for x, y in digits.test.batches(
+                300, shuffle=True, generator=order, block=3, augment=lambda x: data.flip(x, noise)
+            ):
+                assert len(x) == len(y)
+                seen.append(x)
+        return seen
+
+    noise = torch.Generator().manual_seed(1)
+    first = epochs(noise, 1)
+    order = torch.randperm(2_000, generator=torch.Generator().manual_seed(0))
+    coins = torch.Generator().manual_seed(1)
+    parts = [data.flip(part.float() / 255, coins) for part in digits.test.images[order].split(900)]
+    assert torch.equal(torch.cat(first), torch.cat(parts))
+    assert torch.equal(noise.get_state(), coins.get_state())
+    again = torch.Generator()
+    again.set_state(noise.get_state())
+    for a, b in zip(epochs(noise, 2), epochs(again, 2), strict=True):
+        assert torch.equal(a, b)

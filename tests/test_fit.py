@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import bayestrain as bt
 from bayestrain import data
 from bayestrain.errors import Interrupted, TrainingError
 from bayestrain.train import toml
-from bayestrain.train.checkpoint import History, load_checkpoint
+from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.progress import Silent
@@ -55,6 +56,38 @@ def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp
     assert strip == [{k: v for k, v in line.items() if k != "seconds"} for line in expected.history]
     on_disk = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in on_disk] == list(range(7))
+
+
+def test_a_run_that_prepares_blocks_of_batches_resumes_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data.Images, "batches", partialmethod(data.Images.batches, block=3))  # as a GPU does
+    whole, model = network(), network()
+    bt.fit(whole, TRAIN, None, settings(), augment=jitter)
+    with pytest.raises(Interrupted):
+        bt.fit(network(), TRAIN, None, settings(), augment=jitter, folder=tmp_path, progress=StopAfter(2))
+    bt.fit(model, TRAIN, None, settings(), augment=jitter, folder=tmp_path, resume=True)
+    for (name, a), (_, b) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_checkpoint_of_another_kind_of_device_goes_on_and_says_so(tmp_path: Path) -> None:
+    class Listener(Silent):
+        def message(self, text: str) -> None:
+            heard.append(text)
+
+    heard: list[str] = []
+    config = settings(epochs=2, finetune_epochs=1)
+    with pytest.raises(Interrupted):
+        bt.fit(network(), TRAIN, None, config, augment=jitter, folder=tmp_path, progress=StopAfter(1))
+    state = load_checkpoint(tmp_path)
+    state["noise"] = torch.zeros(16, dtype=torch.uint8)  # that is how long it is on a GPU
+    for group in state["subject"]["optimizer"]["param_groups"]:
+        group |= {"capturable": True, "fused": True, "lr": torch.tensor(group["lr"])}
+    save_checkpoint(tmp_path, state)
+    result = bt.fit(network(), TRAIN, None, config, augment=jitter, folder=tmp_path, resume=True, progress=Listener())
+    assert [line["epoch"] for line in result.history] == [0, 1, 2, 3]
+    assert any("another kind of device" in text for text in heard)
 
 
 def test_training_gets_smaller_and_ends_without_lambda(tmp_path: Path) -> None:

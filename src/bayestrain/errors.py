@@ -42,3 +42,7 @@ class Interrupted(BayesTrainError):
 
 class ParticleWarning(UserWarning):
     """Particles of a posterior need a look: one is broken, or all have become one."""
+
+
+class CaptureWarning(UserWarning):
+    """A training step cannot be captured in a CUDA graph; training goes on, slower."""

@@ -11,6 +11,9 @@ from torch.utils.data import Dataset
 
 from bayestrain.errors import ConfigError, DataError
 
+BLOCK_BYTES = 32 * 2**20
+"""How much of an epoch, as float images, a GPU prepares at once."""
+
 
 class Images(Dataset[tuple[Tensor, int]]):
     """Labelled images: `images` is uint8 (N, C, H, W), `labels` int64 (N,).
@@ -78,12 +81,15 @@ class Images(Dataset[tuple[Tensor, int]]):
         device: torch.device | str | None = None,
         drop_last: bool = False,
         augment: Callable[[Tensor], Tensor] | None = None,
+        block: int | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass: (float images in [0, 1], int64 labels) on `device`, `batch_size` at a time.
 
         `shuffle` draws one permutation from `generator` (the global one if None). `device` defaults to where
-        this set lives. `drop_last` leaves a smaller last batch out. `augment` is applied to each float batch,
-        on its device: `lambda x: flip(x, generator)`.
+        this set lives. `drop_last` leaves a smaller last batch out. `augment` is applied to the float images,
+        on their device: `lambda x: flip(x, generator)`. It gets `block` batches at once: on a GPU by default as many
+        as fit into 32 MiB, because there each small operation costs more than its work; elsewhere one. What is drawn
+        at random for an image depends on `block`, nothing else does.
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
@@ -92,30 +98,37 @@ class Images(Dataset[tuple[Tensor, int]]):
                 f"with drop_last, a batch_size of {batch_size} leaves no batch of {len(self)} images. "
                 "Lower batch_size or keep the last batch"
             )
-        return self._batches(batch_size, shuffle, generator, device, drop_last, augment)
+        if block is not None and block < 1:
+            raise ConfigError(f"block must be 1 batch or more, not {block}")
+        target = self.labels.device if device is None else torch.device(device)
+        if block is None:
+            image_bytes = 4 * self.images[0].numel() if len(self) else 1
+            block = max(1, BLOCK_BYTES // (image_bytes * batch_size)) if target.type == "cuda" else 1
+        return self._batches(batch_size, shuffle, generator, target, drop_last, augment, block)
 
     def _batches(
         self,
         batch_size: int,
         shuffle: bool,
         generator: Generator | None,
-        device: torch.device | str | None,
+        target: torch.device,
         drop_last: bool,
         augment: Callable[[Tensor], Tensor] | None,
+        block: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         home = self.labels.device
-        target = home if device is None else torch.device(device)
         order = None
         if shuffle:
             drawn_on = home if generator is None else generator.device
             order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home)
         stop = len(self) - len(self) % batch_size if drop_last else len(self)
-        for start in range(0, stop, batch_size):
-            window = slice(start, start + batch_size)
+        for start in range(0, stop, block * batch_size):
+            window = slice(start, min(start + block * batch_size, stop))
             chosen = window if order is None else order[window]
             images = self.images[chosen].to(target).float() / 255
             labels = self.labels[chosen].to(target)
-            yield (images if augment is None else augment(images)), labels
+            images = images if augment is None else augment(images)
+            yield from zip(images.split(batch_size), labels.split(batch_size), strict=True)
 
 
 @dataclass(frozen=True)

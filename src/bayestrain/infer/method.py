@@ -173,11 +173,7 @@ class Method(ABC):
 
     def set_lr(self, lr: float) -> None:
         """Change the optimiser's learning rate."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # where a captured step reads it
-            else:
-                group["lr"] = lr
+        set_lr(self.optimizer, lr)
 
     def restart_optimizer(self) -> None:
         """Forget what the optimiser remembers."""
@@ -238,12 +234,30 @@ class Method(ABC):
         for kind, own in (("particles", self.particles), ("carried", self.carried)):
             for name, tensor in own.items():
                 tensor.copy_(state[kind][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"] = group["lr"].to(self._broken.device)
+        load_optimizer(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self._broken.copy_(state["broken"])
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Change the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # where a captured step reads it
+        else:
+            group["lr"] = lr
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Go on from a saved state, perhaps one of another device: what depends on the device stays as it is here."""
+    groups = []
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        here: dict[str, Any] = {key: own[key] for key in ("capturable", "fused", "foreach") if key in own}
+        if "lr" in saved:
+            lr = float(saved["lr"])
+            here["lr"] = torch.full_like(own["lr"], lr) if isinstance(own["lr"], Tensor) else lr
+        groups.append({**saved, **here})
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
-from bayestrain.posterior.capture import CapturedStep, can_capture
 from bayestrain.posterior.compaction import compact_particles, rank_spread
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import MemoryEstimate, activation_bytes, held_bytes, optimizer_states, plan
@@ -21,9 +21,6 @@ from bayestrain.posterior.model import ParticleModel
 from bayestrain.predict import Classification, Likelihood
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.sizes import tt_layers
-
-STEADY = 2
-"""Ordinary steps before one is captured: libraries set themselves up, the optimiser makes its state."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +129,7 @@ class Posterior(ParticleModel):
         self._chunk = chunk
         self._estimate: MemoryEstimate | None = None
         self._seen: list[dict[str, Tensor]] = []
-        self._captured: CapturedStep | None = None
-        self._steady = 0
-        """Steps since shapes last changed."""
+        self.capture = Capture()
 
     @property
     def prior(self) -> Prior:
@@ -145,39 +140,21 @@ class Posterior(ParticleModel):
     def step(self, x: Tensor, y: Tensor) -> PosteriorStep:
         """Move all particles, then every lambda.
 
-        On a GPU, with an optimiser made for it (``Adam(tensors, lr=torch.tensor(1e-3), capturable=True)``), the step is
-        captured in a CUDA graph once and replayed, which is many times faster. What is returned is then overwritten by
-        the next step.
+        On a GPU, with an optimiser made for it, the step is captured in a CUDA graph once and replayed, which is many
+        times faster: ``Adam(tensors, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``. What is returned is then
+        overwritten by the next step.
         """
-        self.template.train()
         if self._estimate is None:
             self.estimate_memory(x, y)
         if not isinstance(self.joint.prior_weight, Tensor):
             self.joint.prior_weight = torch.zeros((), device=self.device)
         self.joint.prior_weight.fill_(self.prior.current_weight)
-        if self.prior.aligns_next or not can_capture(self.method.optimizer, self.device):
-            found = self._advance(x, y)  # an alignment is rare, and no work for a graph
-        else:
-            if self._captured is None and self._steady >= STEADY:
-                counted = self.prior.steps
-                try:
-                    self._captured = CapturedStep(self._advance, x, y)
-                except RuntimeError as error:
-                    self._steady = -(10**9)  # never again
-                    warnings.warn(
-                        f"This step cannot be captured in a CUDA graph: {error}", ParticleWarning, stacklevel=2
-                    )
-                self.prior.steps = counted  # recorded, but not taken
-            if self._captured is not None and self._captured.fits(x, y):
-                found = self._captured.replay(x, y)
-                self.prior.steps += 1
-            else:
-                found = self._advance(x, y)
-                self._steady += 1
+        found = self.capture.step(self._advance, x, y, self.prior, self.method.optimizer)
         self.method.count_step()
         return PosteriorStep(*found)
 
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        self.template.train()
         self._seen = []
         statistics = {name: self.carried[name].clone() for name in self._statistics}
         info = self.method.advance((x, y))
@@ -217,7 +194,7 @@ class Posterior(ParticleModel):
         allocated = held if self.method.steps else int(held / (2 + self._states))
         self._estimate = plan(len(self), held, allocated, per_particle, self.device, self._chunk)
         self.method.chunk = self._estimate.chunk
-        self._captured, self._steady = None, 0  # a captured step has the old chunks
+        self.capture.forget()  # a captured step has the old chunks
         return self._estimate
 
     def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:

@@ -113,7 +113,9 @@ class FitConfig(Section):
     milestones: tuple[float, ...] = setting("when the rate falls, as parts of epochs; step only", (), above=0, below=1)
     gamma: float = setting("what the rate is multiplied by at a milestone; step only", 0.1, above=0, at_most=1)
     lr_warmup_epochs: float = setting("epochs over which the learning rate rises from 0", 0.0, at_least=0)
-    precision: str = setting("arithmetic of the forward pass", "float32", choices=("float32", "bf16"))
+    precision: str = setting(
+        "arithmetic of the forward pass; tf32 only on a GPU", "float32", choices=("float32", "tf32", "bf16")
+    )
     clip_norm: float = setting("largest gradient norm; 0: no clipping", 0.0, at_least=0)
     compact_every: int = setting("epochs between cuts of the ranks during training; 0: only at the end", 2, at_least=0)
     compact_from: float = setting("epoch of the first cut", 5.0, at_least=0)

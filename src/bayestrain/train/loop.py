@@ -71,10 +71,11 @@ def fit(
 
     Args:
         model: a model with TT layers.
-        train: training images; each batch goes through `augment`, as floats in [0, 1], on `device`.
+        train: training images; they go through `augment` as floats in [0, 1], on `device`.
         evaluate: called after each epoch with the model, returns validation metrics; never give it the test set.
         config, prior: the settings of the loop and of the prior.
-        augment: ``augment(images, generator)``: normalisation and augmentation of one batch.
+        augment: ``augment(images, generator)``: normalisation and augmentation of one batch; on a GPU of many batches
+            at once (`Images.batches`).
         loss: mean loss of a batch; its outputs' largest entry counts as the predicted class in the progress.
         folder: where checkpoints and ``history.jsonl`` go; none are written without it.
         resume: go on from the last checkpoint in `folder`. On a CPU the result is the same, bit for bit.
@@ -200,7 +201,9 @@ class _Fit:
         return FitResult(history.lines, self.spectra, self.seconds, own_ranks)
 
     def _batches(self, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        augment = None if self.augment is None else lambda x: self.augment(x, self.noise)  # type: ignore[misc]
+        def augment(x: Tensor) -> Tensor:
+            return self.subject.arrange(x if self.augment is None else self.augment(x, self.noise))
+
         return self.train.batches(
             self.config.batch_size, shuffle=True, generator=order, device=self.device, augment=augment
         )
@@ -310,7 +313,11 @@ class _Fit:
         self.resumed = True
         self.subject.restore(state["subject"])
         self.order.set_state(state["order"])
-        self.noise.set_state(state["noise"])
+        if len(state["noise"]) == len(self.noise.get_state()):
+            self.noise.set_state(state["noise"])
+        else:  # no generator of this device can go on where another's was
+            self.noise.manual_seed(self.noise.initial_seed() + int(state["epoch"]))
+            self.progress.message("resumed on another kind of device: the run goes on, with other random numbers")
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_rng"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bayestrain.data import Images
 from bayestrain.posterior import ParticleModel
 from bayestrain.predict import ClassPrediction
+from bayestrain.train.arithmetic import channels_last, wants_channels_last
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -23,9 +24,11 @@ def outputs(
     batch_size: int = 1000,
 ) -> Tensor:
     """Logits ``(particles, N, classes)`` on the CPU, in evaluation mode; a network counts as one particle."""
-    batches = (transform(x) for x, _ in images.batches(batch_size, shuffle=False, device=device))
+    batches: Iterator[Tensor] = (transform(x) for x, _ in images.batches(batch_size, shuffle=False, device=device))
     if isinstance(network, ParticleModel):
         return torch.cat([network.outputs(x, batch_size).cpu() for x in batches], dim=1)
+    if wants_channels_last(network, device):
+        batches = map(channels_last, batches)
     was_training = network.training
     network.eval()
     found = [network(x).cpu()[None] for x in batches]

@@ -16,6 +16,7 @@ from bayestrain.infer import diagnose
 from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import tt_layers
+from bayestrain.train.arithmetic import lowered, products
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.subject import Spectra, Subject
 
@@ -35,7 +36,8 @@ class ParticleSubject(Subject):
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         posterior = self.posterior
-        with torch.autocast(posterior.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+        precision = "float32" if posterior.prior.aligns_next else self.config.precision  # aligned cores are kept
+        with products(precision, posterior.device), lowered(self.config.precision, posterior.device):
             seen = posterior.step(x, y)
         prior = posterior.prior.current_weight * seen.log_prior / posterior.num_data
         right = torch.zeros_like(prior)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain import tt
+from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
+from bayestrain.infer.method import load_optimizer, set_lr
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
+from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.subject import Spectra, Subject, make_optimizer, make_prior
 
@@ -31,21 +34,38 @@ class Point(Subject):
         steps = math.ceil(num_data / config.batch_size)
         self.prior: RankPrior | None = make_prior(prior, model, num_data, steps)
         self.optimizer = self._new_optimizer(config.lr)
+        self.capture = Capture()
+        self.channels_last = wants_channels_last(model, device)
+        self._weight: Tensor | None = torch.zeros((), device=device) if device.type == "cuda" else None
+        """The prior's weight of this step, where a captured step reads it."""
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
         return self.prior is not None
 
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
-        return make_optimizer(self.config, [p for p in self.model.parameters() if p.requires_grad], lr)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        return make_optimizer(self.config, parameters, lr, capturable=self.device.type == "cuda")
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return channels_last(x) if self.channels_last else x
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._weight is not None and self.prior is not None:
+            self._weight.fill_(self.prior.current_weight)
+        (numbers,) = self.capture.step(self._advance, x, y, self.prior, self.optimizer)
+        return numbers
+
+    def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph."""
         self.model.train()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            outputs = self.model(x)
-        data = self.loss(outputs.float(), y)
-        prior = self.prior.loss() if self.prior is not None else torch.zeros_like(data)
-        (data + prior).backward()
+        with products(self.config.precision, self.device):
+            with lowered(self.config.precision, self.device):
+                outputs = self.model(self.arrange(x))
+            data = self.loss(outputs.float(), y)
+            data.backward()
+        data = data.detach()
+        prior = self.prior.add_gradients_(self._weight) if self.prior is not None else torch.zeros_like(data)
         if self.config.clip_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
@@ -54,14 +74,16 @@ class Point(Subject):
             self.prior.step()
         with torch.no_grad():
             right = (outputs.argmax(1) == y).float().mean() if outputs.ndim == 2 else torch.zeros_like(data)
-            return torch.stack([data, prior, right])
+            return (torch.stack([data, prior, right]),)
 
     def set_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr)
 
     def cut(self, tol: float) -> CompactReport:
-        return compact_(self.model, tol, "contribution", self.optimizer)
+        report = compact_(self.model, tol, "contribution", self.optimizer)
+        if report.changed:
+            self.capture.forget()
+        return report
 
     def round(self, tol: float) -> CompactReport:
         report = compact_(self.model, tol)
@@ -73,6 +95,7 @@ class Point(Subject):
         self.prior.remove_()
         self.prior = None
         self.optimizer = self._new_optimizer(self.config.finetune_lr)
+        self.capture.forget()
 
     def spectra(self) -> Spectra:
         return {
@@ -115,7 +138,8 @@ class Point(Subject):
         if not state["searching"]:
             self._end_search()
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.capture.forget()
         if self.prior is not None:
             self.prior.load_state_dict(state["prior"])
 

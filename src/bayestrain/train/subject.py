@@ -24,7 +24,14 @@ class Subject(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One step; data loss, prior loss and the share of right answers, as a tensor of three."""
+        """One step; data loss, prior loss and the share of right answers, as a tensor of three.
+
+        The tensor may be overwritten by the next step.
+        """
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Inputs as `step` likes them best in memory."""
+        return x
 
     @abstractmethod
     def set_rate(self, lr: float) -> None:
@@ -74,12 +81,20 @@ class Subject(ABC):
 def make_optimizer(
     config: FitConfig, parameters: Sequence[Tensor], lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimiser that the config names; `capturable` for one whose steps can be captured in a CUDA graph."""
+    """The optimiser that the config names; `capturable` for one whose steps can be captured in a CUDA graph.
+
+    Such a one is fused, for few kernels; of SGD's kinds it is the only one that reads the rate on the device.
+    """
+    rate: Tensor | float = lr
+    fused = None
+    if capturable:
+        rate, fused = torch.tensor(lr, dtype=torch.float32, device=parameters[0].device), True
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        return torch.optim.SGD(
+            parameters, rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
+        )
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    rate = torch.tensor(lr, device=parameters[0].device) if capturable else lr
-    return kind(parameters, rate, weight_decay=config.weight_decay, capturable=capturable)
+    return kind(parameters, rate, weight_decay=config.weight_decay, capturable=capturable, fused=fused)
 
 
 def make_prior(config: PriorConfig, model: nn.Module, num_data: int, steps_per_epoch: int) -> RankPrior:
