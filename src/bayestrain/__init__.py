@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from bayestrain.compact import CompactReport, compact_
     from bayestrain.convert import TensorizeConfig, TensorizeReport, tensorize_
     from bayestrain.errors import BayesTrainError
+    from bayestrain.forming import FormTogether
     from bayestrain.layers import TTConv2d, TTLinear
     from bayestrain.posterior import ParticleModel, Posterior, around, independent
     from bayestrain.predict import Classification, ClassPrediction, Likelihood, Regression, RegressionPrediction
     from bayestrain.prior import NormalPrior, RankPrior
     from bayestrain.saved import load_model, load_posterior, save_model, save_posterior
     from bayestrain.sizes import count_parameters, ranks
+    from bayestrain.speed import PlanReport, plan_report
     from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
     from bayestrain.train.loop import FitResult, fit, fit_posterior
 
@@ -29,9 +31,11 @@ __all__ = [
     "CompactReport",
     "FitConfig",
     "FitResult",
+    "FormTogether",
     "Likelihood",
     "NormalPrior",
     "ParticleModel",
+    "PlanReport",
     "Posterior",
     "PosteriorConfig",
     "PriorConfig",
@@ -53,6 +57,7 @@ __all__ = [
     "load_model",
     "load_posterior",
     "models",
+    "plan_report",
     "predict",
     "ranks",
     "save_model",
@@ -64,12 +69,14 @@ _HOMES = {
     "compact": ("CompactReport", "compact_"),
     "convert": ("TensorizeConfig", "TensorizeReport", "tensorize_"),
     "errors": ("BayesTrainError",),
+    "forming": ("FormTogether",),
     "layers": ("TTConv2d", "TTLinear"),
     "posterior": ("ParticleModel", "Posterior", "around", "independent"),
     "predict": ("ClassPrediction", "Classification", "Likelihood", "Regression", "RegressionPrediction"),
     "prior": ("NormalPrior", "RankPrior"),
     "saved": ("load_model", "load_posterior", "save_model", "save_posterior"),
     "sizes": ("count_parameters", "ranks"),
+    "speed": ("PlanReport", "plan_report"),
     "train.config": ("FitConfig", "PosteriorConfig", "PriorConfig"),
     "train.loop": ("FitResult", "fit", "fit_posterior"),
 }

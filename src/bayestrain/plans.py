@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import chain, combinations, islice, pairwise
 
 from bayestrain.errors import ConfigError
 
@@ -187,9 +187,10 @@ def _linear_costs(shape: TrainShape, task: Task, machine: Machine) -> Iterator[C
         yield Cost(
             plan, dense.seconds + again.seconds, dense.operations + again.operations, dense.moved + again.moved, 0.0
         )
-    cuts = [c for count in range(1, d) for c in combinations(range(1, d), count)]
+    cuts = chain.from_iterable(combinations(range(1, d), count) for count in range(1, d))
+    few = [*islice(cuts, MAX_CUTS)]
     for side in ("left", "right"):
-        for chosen in cuts[:MAX_CUTS]:
+        for chosen in few:
             kept = _chain_cost(shape, task, machine, side, chosen, recompute=False)
             yield kept
             if task.training:
@@ -277,6 +278,13 @@ def _steps(shape: TrainShape, cuts: Sequence[int], side: str) -> list[tuple[int,
     return steps
 
 
+def dense_cost(outputs: int, inputs: int, task: Task, machine: Machine, conv: bool = False) -> Cost:
+    """What the dense layer itself would cost: a product, or a convolution with `inputs` taps in all."""
+    tally = _Tally(_convolving(machine) if conv else machine, task.itemsize)
+    tally.product(1, outputs, inputs, task.rows, 3 if task.training else 1)
+    return Cost(Plan("dense layer"), tally.seconds, tally.operations, tally.moved, 0.0)
+
+
 @dataclass(frozen=True)
 class ConvShape:
     """Taps of the kernel, channel modes and ranks of a convolution's train; `ranks` with the boundary ones."""
@@ -306,7 +314,7 @@ def conv_costs(shape: ConvShape, task: Task, machine: Machine) -> list[Cost]:
     """The two plans of a convolution with their costs, cheapest first; rows of the task are positions of the output."""
     t, ins, outs, rank = shape.taps, math.prod(shape.ins), math.prod(shape.outs), shape.ranks[1 + len(shape.ins)]
     passes = 3 if task.training else 1
-    conv = replace(machine, rate=machine.conv_rate, half=machine.conv_half)
+    conv = _convolving(machine)
     found = []
     for kind in ("kernel", "two-step"):
         tally, forming = _Tally(conv, task.itemsize), _Tally(machine, task.itemsize)
@@ -331,6 +339,10 @@ def conv_costs(shape: ConvShape, task: Task, machine: Machine) -> list[Cost]:
             )
         )  # fmt: skip
     return sorted(found, key=lambda cost: cost.seconds)
+
+
+def _convolving(machine: Machine) -> Machine:
+    return replace(machine, rate=machine.conv_rate, half=machine.conv_half)
 
 
 def _merge(tally: _Tally, sizes: Sequence[int], ranks: Sequence[int], times: float) -> None:

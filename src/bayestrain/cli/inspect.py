@@ -8,19 +8,28 @@ from typing import Annotated, Any
 import typer
 
 from bayestrain.cli.screen import existing, inner, print_json, times
+from bayestrain.errors import ConfigError
 from bayestrain.tables import text_table
 
 
 def inspect(
     file: Annotated[Path, typer.Argument(help="A run folder, or its model.json.", metavar="FILE")],
     as_json: Annotated[bool, typer.Option("--json", help="Print model.json as one JSON object.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show how every layer runs here, and how fast beside a dense one.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: images at a time.")] = 128,
+    training: Annotated[
+        bool, typer.Option("--training", help="With --plan: a training step instead of a forward pass.")
+    ] = False,
 ) -> None:
-    """Show the layers of a saved model: modes, ranks and sizes.
+    """Show the layers of a saved model: modes, ranks and sizes, or how they run.
 
     \b
     [bold]Examples[/]
       bayestrain inspect runs/mnist-seed0
       bayestrain inspect model.safetensors --json
+      bayestrain inspect runs/mnist-seed0 --plan --batch 1
     """
     from bayestrain.saved import read_description, require
 
@@ -28,8 +37,30 @@ def inspect(
     if as_json:
         print_json(description)
         return
+    if plan:
+        print(_plan_table(file, description, batch, training))
+        return
     require(description, "params", "dense_params")
     print(rank_table(description))
+
+
+def _plan_table(file: Path, description: dict[str, Any], batch: int, training: bool) -> str:
+    """How every layer of one network runs on this machine."""
+    import torch
+
+    from bayestrain.saved import load_model, load_posterior
+    from bayestrain.speed import plan_report
+    from bayestrain.train.config import INPUTS
+
+    shape = INPUTS.get(str(description.get("model")))
+    if shape is None:
+        raise ConfigError(
+            f"{file} holds a model of your own, whose inputs are not known here. In Python: "
+            "bayestrain.plan_report(model, x)."
+        )
+    network = load_posterior(file).template if description.get("particles") else load_model(file)
+    head = f"{'Training step' if training else 'Forward pass'}, {batch} images, {torch.get_num_threads()} threads"
+    return f"{head}\n{plan_report(network, torch.rand(batch, *shape), training)}"
 
 
 def rank_table(description: dict[str, Any]) -> str:

@@ -139,6 +139,10 @@ class TTLayer(nn.Module, ABC):
         """Every way to run on this input, with its predicted cost, cheapest first."""
 
     @abstractmethod
+    def dense_cost(self, x: Tensor) -> Cost:
+        """The predicted cost of the dense layer that this one stands for."""
+
+    @abstractmethod
     def plan_for(self, x: Tensor) -> Plan:
         """How this input would be run: the cheapest plan, or the forced one."""
 

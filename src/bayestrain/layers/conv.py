@@ -14,7 +14,7 @@ from bayestrain.errors import ConversionError, ShapeError
 from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
 from bayestrain.layers.planned import COMPILED_PLACES, machine, transformed
 from bayestrain.layers.start import default_bias, start_variance
-from bayestrain.plans import ConvShape, Cost, Plan, Task, best_conv, conv_costs
+from bayestrain.plans import ConvShape, Cost, Plan, Task, best_conv, conv_costs, dense_cost
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
@@ -206,6 +206,12 @@ class TTConv2d(TTLayer):
     def plan_costs(self, x: Tensor) -> list[Cost]:
         """Both ways to convolve this input, with their predicted costs, cheapest first."""
         return conv_costs(self._shape(), self._task(x), machine(x.device.type, product_dtype(x)))
+
+    def dense_cost(self, x: Tensor) -> Cost:
+        """The predicted cost of `nn.Conv2d` on this input."""
+        where = machine(x.device.type, product_dtype(x))
+        taps = self.in_channels * math.prod(self.kernel_size)
+        return dense_cost(self.out_channels, taps, self._task(x), where, conv=True)
 
     def plan_for(self, x: Tensor) -> Plan:
         """How this input would be convolved: the cheaper plan, or the forced one."""

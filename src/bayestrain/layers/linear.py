@@ -14,7 +14,7 @@ from bayestrain.errors import ShapeError
 from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
 from bayestrain.layers.planned import COMPILED_ROWS, machine, transformed
 from bayestrain.layers.start import default_bias, start_variance
-from bayestrain.plans import Cost, Plan, Task, TrainShape, best_linear, linear_costs
+from bayestrain.plans import Cost, Plan, Task, TrainShape, best_linear, dense_cost, linear_costs
 
 Factors = Tensor | tuple[Tensor, Tensor] | list[chain.Factor]
 """What a plan multiplies by: the weight, its two halves, or the factors of a chain."""
@@ -194,6 +194,11 @@ class TTLinear(TTLayer):
         """Every way to multiply this input, with its predicted cost, cheapest first."""
         shape = TrainShape(self.out_modes, self.in_modes, self.ranks)
         return linear_costs(shape, self._task(x), machine(x.device.type, product_dtype(x)))
+
+    def dense_cost(self, x: Tensor) -> Cost:
+        """The predicted cost of `nn.Linear` on this input."""
+        where = machine(x.device.type, product_dtype(x))
+        return dense_cost(self.out_features, self.in_features, self._task(x), where)
 
     def plan_for(self, x: Tensor) -> Plan:
         """How this input would be multiplied: the cheapest plan, or the forced one."""

@@ -22,6 +22,7 @@ from bayestrain.errors import Interrupted, ParticleWarning, TrainingError
 from bayestrain.infer import imq, rbf
 from bayestrain.posterior import Posterior
 from bayestrain.prior import NormalPrior, Prior
+from bayestrain.speed import plan_report
 from bayestrain.train.checkpoint import BEST, LAST, History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.particles import ParticleSubject
@@ -83,7 +84,11 @@ def fit(
     """
     place = torch.device(device)
     subject = Point(model, config, prior or PriorConfig(), loss, len(train), place)
-    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, progress or Silent())
+    watcher = progress or Silent()
+    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
+    x, _ = next(train.batches(min(config.batch_size, len(train)), shuffle=False, device=place))
+    x = x if augment is None else augment(x, torch.Generator(place).manual_seed(seed))
+    watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
     if resume and folder is not None:
         run.restore(load_checkpoint(folder))
     return run.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from bayestrain import tt
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
+from bayestrain.forming import FormTogether
 from bayestrain.infer.method import load_optimizer, set_lr
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
@@ -35,6 +37,9 @@ class Point(Subject):
         self.prior: RankPrior | None = make_prior(prior, model, num_data, steps)
         self.optimizer = self._new_optimizer(config.lr)
         self.capture = Capture()
+        self.forming: Callable[[], AbstractContextManager[None]] = nullcontext
+        if device.type == "cuda":  # where launching operations takes longer than computing on small cores
+            self.forming = FormTogether(model)
         self.channels_last = wants_channels_last(model, device)
         self._weight: Tensor | None = torch.zeros((), device=device) if device.type == "cuda" else None
         """The prior's weight of this step, where a captured step reads it."""
@@ -60,7 +65,7 @@ class Point(Subject):
         """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph."""
         self.model.train()
         with products(self.config.precision, self.device):
-            with lowered(self.config.precision, self.device):
+            with lowered(self.config.precision, self.device), self.forming():
                 outputs = self.model(self.arrange(x))
             data = self.loss(outputs.float(), y)
             data.backward()
