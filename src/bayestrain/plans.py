@@ -38,6 +38,7 @@ class Machine:
         state: bytes of a chain's widest state in one block of the batch; 0 for no blocks unless memory is short.
         batch_last_from: rows from which on a chain has the batch as its last axis.
         conv_rate, conv_half: as `rate` and `half`, for convolutions.
+        conv_block: convolutions compute their output channels in blocks of so many.
     """
 
     rate: float
@@ -49,16 +50,17 @@ class Machine:
     batch_last_from: int
     conv_rate: float
     conv_half: float
+    conv_block: int
 
     def faster(self, times: float) -> "Machine":
         """The same with so many times the rate: more threads, or a shorter number format."""
         return replace(self, rate=self.rate * times, conv_rate=self.conv_rate * times)
 
 
-CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 6.0, 3e-7, 1 << 20, 16, 9.5e10, 4.0)
+CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 6.0, 3e-7, 1 << 20, 16, 9.5e10, 4.0, 16)
 """One thread of a server's CPU (AMD EPYC), single precision."""
 
-CUDA = Machine(3.3e14, 3.5e12, 3e-6, 48.0, 2e-9, 0, 1 << 62, 2e14, 32.0)
+CUDA = Machine(3.3e14, 3.5e12, 3e-6, 48.0, 2e-9, 0, 1 << 62, 2e14, 32.0, 8)
 """An NVIDIA H200 with TF32, operations launched by a CUDA graph."""
 
 LOW_MEMORY_STATE = 64 << 20
@@ -281,7 +283,7 @@ def _steps(shape: TrainShape, cuts: Sequence[int], side: str) -> list[tuple[int,
 def dense_cost(outputs: int, inputs: int, task: Task, machine: Machine, conv: bool = False) -> Cost:
     """What the dense layer itself would cost: a product, or a convolution with `inputs` taps in all."""
     tally = _Tally(_convolving(machine) if conv else machine, task.itemsize)
-    tally.product(1, outputs, inputs, task.rows, 3 if task.training else 1)
+    tally.product(1, _blocks_of(machine, outputs) if conv else outputs, inputs, task.rows, 3 if task.training else 1)
     return Cost(Plan("dense layer"), tally.seconds, tally.operations, tally.moved, 0.0)
 
 
@@ -326,11 +328,11 @@ def conv_costs(shape: ConvShape, task: Task, machine: Machine) -> list[Cost]:
         if kind == "kernel":
             if not task.formed:
                 forming.product(1, outs, rank, t * ins, passes)
-            tally.product(1, outs, t * ins, task.rows, passes)
+            tally.product(1, _blocks_of(machine, outs), t * ins, task.rows, passes)
             saved = task.itemsize * outs * t * ins
         else:
-            tally.product(1, rank, t * ins, task.rows, passes)
-            tally.product(1, outs, rank, task.rows, passes)
+            tally.product(1, _blocks_of(machine, rank), t * ins, task.rows, passes)
+            tally.product(1, _blocks_of(machine, outs), rank, task.rows, passes)
             saved = task.itemsize * rank * task.rows
         found.append(
             Cost(
@@ -339,6 +341,10 @@ def conv_costs(shape: ConvShape, task: Task, machine: Machine) -> list[Cost]:
             )
         )  # fmt: skip
     return sorted(found, key=lambda cost: cost.seconds)
+
+
+def _blocks_of(machine: Machine, channels: int) -> int:
+    return math.ceil(channels / machine.conv_block) * machine.conv_block
 
 
 def _convolving(machine: Machine) -> Machine:
