@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from bayestrain import shrinkage, tt
 
@@ -26,31 +27,39 @@ Move = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``(u, linear, inverse, inverse_square) -> u``: a step on the conditional of `shrinkage.conditional`."""
 
 SPACIOUS, WASTE = 4_000_000, 16
-"""Blocks may have so many entries, or so many times those of their cores; else the layers go into several `Bonds`."""
+"""A table may have so many entries, or so many times those of its cores; else the layers go into several `Bonds`."""
 
 
 # --- one vector and its pieces ----------------------------------------------------------------------------------------
 
 
-def join(tensors: Sequence[Tensor], *behind: Tensor) -> Tensor:
+def join(tensors: Sequence[Tensor]) -> Tensor:
     """All entries of all tensors in one vector; half precision, which can hold no sums, becomes single."""
-    flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), *behind])
+    whole = not _transformed()
+    flat = _flatten_dense_tensors(tensors) if whole else torch.cat([tensor.reshape(-1) for tensor in tensors])
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
 
 
 def pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of what `join` has joined, in the shapes of `like`."""
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    if _transformed():
+        parts = flat.split([tensor.numel() for tensor in like])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    return list(_unflatten_dense_tensors(flat, like))
 
 
 def copy_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value, all of them pieces of one vector, to its target."""
-    if targets and torch._C._functorch.is_functorch_wrapped_tensor(values[0]):  # vmap has no rule for lists
+    """Copy each value to its target."""
+    if _transformed():
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
     elif targets:
         torch._foreach_copy_(list(targets), list(values))
+
+
+def _transformed() -> bool:
+    """Whether `torch.vmap` or the like is at work, which has no rules for whole lists of tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # --- the prior --------------------------------------------------------------------------------------------------------
@@ -87,6 +96,7 @@ class Bonds:
         self._layer_of_lambda = there(repeated((g, sum(map(len, layer))) for g, layer in enumerate(u)))
         linear = [term for train, gone in zip(trains, dropped, strict=True) for term in _linear(train, gone)]
         self._linear = there(torch.tensor(linear, dtype=exact))
+        self._linear_table = there(torch.tensor([*linear, 0.0], dtype=exact)[table])
         self._roots = there(torch.tensor([1 / len(train) for train in trains], dtype=exact))
         self._behind = there(torch.tensor([0.0, 1.0], dtype=exact))
 
@@ -121,13 +131,13 @@ class Bonds:
         inner, ends = self._energies(flat)
         layers, bonds, _ = self.shape
         table = torch.cat([u, self._behind[:1]]).index_select(0, self._table).view(self.shape)
-        linear = torch.cat([self._linear, self._behind[:1]]).index_select(0, self._table).view(self.shape) - (a - 1)
+        linear = self._linear_table - (a - 1)
         for first in range(min(2, bonds)):
             own = slice(first, bonds, 2)
             inverse_lambda = F.pad(torch.exp(-table), (0, 0, 1, 1))  # (G, B + 2, R): bond k stands at k + 1
-            from_left = inverse_lambda[:, first:bonds:2, None] @ inner[:, first:bonds:2]  # (1, L) @ (L, R)
-            from_right = inner[:, first + 1 : bonds + 1 : 2] @ inverse_lambda[:, first + 2 :: 2, :, None]
-            inverse = 0.5 * (from_left.squeeze(-2) + from_right.squeeze(-1))
+            from_left = (inverse_lambda[:, first:bonds:2, :, None] * inner[:, first:bonds:2]).sum(-2)
+            from_right = (inner[:, first + 1 : bonds + 1 : 2] * inverse_lambda[:, first + 2 :: 2, None]).sum(-1)
+            inverse = 0.5 * (from_left + from_right)
             after = move(table[:, own], linear[:, own], inverse, ends[:, own])
             after = after.masked_fill(self._unused[:, own], -math.inf)
             table[:, own] = shrinkage.apply_floor(after, floor)
@@ -140,10 +150,9 @@ class Bonds:
         return [part.view(block) for part, block in zip(parts, self.blocks, strict=True)]
 
     def _energies(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The slices' sums of squares: of the cores between bonds ``(G, B + 1, R, R)``, of first and last core halved
-        and added, as they stand in the conditional, ``(G, B, R)``."""
+        """The slices' sums of squares: of inner cores ``(G, B + 1, R, R)``; half of those at the ends ``(G, B, R)``."""
         layers, bonds, widest = self.shape
-        sums = [block.square().sum(2).reshape(-1) for block in self._padded(flat)]
+        sums = [block.sum(2).reshape(-1) for block in self._padded(flat.square())]
         found = torch.cat([*sums, self._behind[:1]]).index_select(0, self._energy_index)
         of_inner, of_ends = found.split([layers * (bonds + 1) * widest**2, 2 * layers * bonds * widest])
         ends = of_ends.view(2, layers, bonds, widest).sum(0)
@@ -151,17 +160,25 @@ class Bonds:
 
 
 def groups(trains: Sequence[Train]) -> list[list[int]]:
-    """Which layers go into one `Bonds`: all, unless their sizes differ so much that the blocks were mostly zeros."""
+    """Which layers go into one `Bonds`: all, unless they are so unlike that the tables were mostly zeros."""
+    everything = list(range(len(trains)))
+    if _is_compact(trains):
+        return [everything]
     found: list[list[int]] = []
-    for i in sorted(range(len(trains)), key=lambda i: sum(map(math.prod, trains[i]))):
-        together = [*found[-1], i] if found else []
-        held = sum(math.prod(shape) for j in together for shape in trains[j])
-        padded = len(together) * sum(map(math.prod, _blocks([trains[j] for j in together]))) if together else 0
-        if found and padded <= max(SPACIOUS, WASTE * held):
-            found[-1] = together
+    for i in sorted(everything, key=lambda i: sum(map(math.prod, trains[i]))):
+        if found and _is_compact([trains[j] for j in [*found[-1], i]]):
+            found[-1].append(i)
         else:
             found.append([i])
     return [sorted(group) for group in found]
+
+
+def _is_compact(trains: Sequence[Train]) -> bool:
+    """Whether the largest table is no larger than it may be."""
+    blocks = _blocks(trains)
+    widest = max(right for _, _, right in blocks)
+    padded = len(trains) * max(sum(map(math.prod, blocks)), len(blocks) * widest**2)
+    return padded <= max(SPACIOUS, WASTE * sum(math.prod(shape) for train in trains for shape in train))
 
 
 # --- indices ----------------------------------------------------------------------------------------------------------
@@ -175,7 +192,8 @@ def _blocks(trains: Sequence[Train]) -> list[tuple[int, int, int]]:
 
 def _numbers(shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
     """Tensors of these shapes whose entries are numbered throughout."""
-    start, found = 0, []
+    start = 0
+    found: list[list[Tensor]] = []
     for row in shapes:
         found.append([])
         for shape in row:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Layout:
     held: frozenset[str]
     is_held: Tensor
     """``(G,)``, on the layers' device."""
+    core_is_held: list[bool]
     companions: dict[tuple[tuple[int, int], ...], Tensor]
     """Per list of (row, size): for every entry its row in the table of factors."""
 
@@ -54,12 +56,8 @@ class Group:
         flat, u = self.bonds.scaled(flat, u, factor)
         copy_(held, pieces(norm, held))
         copy_(self.log_lambdas, pieces(u, self.log_lambdas))
-        new, old = iter(pieces(flat, self.cores)), iter(self.cores)
-        chosen = [
-            (next(old), next(new), name) for name, layer in self.layers.items() for _ in range(len(layer.cores))
-        ]
-        copy_([core for core, _, name in chosen if name in self.layout.held],
-              [value for _, value, name in chosen if name in self.layout.held])  # fmt: skip
+        kept = self.layout.core_is_held
+        copy_(list(compress(self.cores, kept)), list(compress(pieces(flat, self.cores), kept)))
         self._scale_companions_(norms, factor)
 
     def _scale_companions_(self, norms: Mapping[str, Sequence[_BatchNorm]], factor: Tensor) -> None:
@@ -138,5 +136,6 @@ class Groups:
                 bonds = Bonds([trains[name] for name in own], [states[name].dropped for name in own], dtype, device)
                 held = self.held & set(own)
                 is_held = torch.tensor([name in held for name in own], device=device)
-                found.append(Layout(own, bonds, held, is_held, {}))
+                core_is_held = [name in held for name in own for _ in cores[name]]
+                found.append(Layout(own, bonds, held, is_held, core_is_held, {}))
         return found

@@ -103,6 +103,8 @@ class RankPrior:
         self.held = norms
         self.align_every = align_every
         self.steps = 0
+        cores = {id(core) for layer in layers.values() for core in layer.cores}
+        self._other_names = self.trainable - {name for name, p in model.named_parameters() if id(p) in cores}
         self._trained = frozenset(
             name
             for name, layer in layers.items()
@@ -142,8 +144,7 @@ class RankPrior:
 
     def _others(self) -> list[Tensor]:
         """The trainable parameters that are no cores."""
-        cores = {id(core) for layer in self.layers.values() for core in layer.cores}
-        return [p for name, p in self.model.named_parameters() if name in self.trainable and id(p) not in cores]
+        return [parameter for name, parameter in self.model.named_parameters() if name in self._other_names]
 
     def loss(self) -> Tensor:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
