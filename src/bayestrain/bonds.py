@@ -88,7 +88,8 @@ class Bonds:
             return index.to(device)
 
         self._block_index = there(_block_index(trains, self.blocks))
-        self._energy_index = there(_energy_index(trains, self.blocks, self.shape[2]))
+        self._sizes, by_size, energies = _energy_index(trains, len(self.blocks), self.shape[2])
+        self._by_size, self._energy_index = there(by_size), there(energies)
         self._left, self._right, self._slice = there(left), there(right), there(entry_slice)
         self._table, self._unused = there(table.reshape(-1)), there(table == self.lambdas)
         self._back = there((table < self.lambdas).reshape(-1).nonzero().squeeze(1))
@@ -114,7 +115,10 @@ class Bonds:
 
     def norms(self, flat: Tensor) -> Tensor:
         """The Frobenius norm of every layer's tensor, ``(G,)``."""
-        return torch.vmap(tt.norm)(self._padded(flat))
+        every = torch.cat([flat, self._behind]).index_select(0, self._block_index)
+        parts = every.split([math.prod(block) for block in self.blocks])
+        blocks = [part.view(block) for part, block in zip(parts, self.blocks, strict=True)]  # each (G, L, M, R)
+        return torch.vmap(tt.norm)(blocks)
 
     def scaled(self, flat: Tensor, u: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """``(flat, u)`` with every layer's tensor times its factor, spread evenly over its cores and their lambda."""
@@ -143,16 +147,11 @@ class Bonds:
             table[:, own] = shrinkage.apply_floor(after, floor)
         return table.reshape(-1).index_select(0, self._back)
 
-    def _padded(self, flat: Tensor) -> list[Tensor]:
-        """The blocks of cores, each ``(G, L, M, R)``."""
-        every = torch.cat([flat, self._behind]).index_select(0, self._block_index)
-        parts = every.split([math.prod(block) for block in self.blocks])
-        return [part.view(block) for part, block in zip(parts, self.blocks, strict=True)]
-
     def _energies(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The slices' sums of squares: of inner cores ``(G, B + 1, R, R)``; half of those at the ends ``(G, B, R)``."""
         layers, bonds, widest = self.shape
-        sums = [block.sum(2).reshape(-1) for block in self._padded(flat.square())]
+        parts = flat.square().index_select(0, self._by_size).split([math.prod(shape) for shape in self._sizes])
+        sums = [part.view(shape).sum(0) for part, shape in zip(parts, self._sizes, strict=True)]
         found = torch.cat([*sums, self._behind[:1]]).index_select(0, self._energy_index)
         of_inner, of_ends = found.split([layers * (bonds + 1) * widest**2, 2 * layers * bonds * widest])
         ends = of_ends.view(2, layers, bonds, widest).sum(0)
@@ -252,18 +251,35 @@ def _variance_index(trains: Sequence[Train], u: Sequence[Sequence[Tensor]]) -> t
     return torch.cat(left), torch.cat(right), torch.cat(entry_slice)
 
 
-def _energy_index(trains: Sequence[Train], blocks: Sequence[tuple[int, ...]], widest: int) -> Tensor:
-    """`Bonds._energies` into the sums of squares of all blocks' slices, with a zero behind them."""
-    (energy,) = _numbers([[(layers, left, right) for layers, left, _, right in blocks]])
-    zero = sum(sums.numel() for sums in energy)
-    depth = len(blocks)
+def _energy_index(trains: Sequence[Train], depth: int, widest: int) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+    """For `Bonds._energies`: shapes and order that put slices of one size side by side; the tables into their sums.
+
+    A shape is ``(entries in a slice, slices)``. Behind the sums stands a zero.
+    """
+    places: dict[int, list[tuple[int, int]]] = {}
+    for g, train in enumerate(trains):
+        for k, (_, size, _) in enumerate(train):
+            places.setdefault(size, []).append((g, k))
+    entry = _numbers(trains)
+    columns = [
+        torch.cat([entry[g][k].transpose(0, 1).reshape(size, -1) for g, k in alike], dim=1)
+        for size, alike in places.items()
+    ]
+    energy: dict[tuple[int, int], Tensor] = {}
+    zero = 0
+    for g, k in (place for alike in places.values() for place in alike):
+        left, _, right = trains[g][k]
+        energy[g, k] = torch.arange(zero, zero + left * right).view(left, right)
+        zero += left * right
     inner, first, last = [], [], []
     for g, train in enumerate(trains):
-        own = [energy[k][g, :left, :right] for k, (left, _, right) in enumerate(train)]
+        own = [energy[g, k] for k in range(len(train))]
         inner.append(_stacked(own[1:-1], (depth, widest, widest), zero, start=1))
         first.append(_stacked([own[0][0]], (depth - 1, widest), zero))
         last.append(_stacked([own[-1][:, 0]], (depth - 1, widest), zero, start=len(train) - 2))
-    return torch.cat([torch.stack(table).reshape(-1) for table in (inner, first, last)])
+    tables = torch.cat([torch.stack(table).reshape(-1) for table in (inner, first, last)])
+    shapes = [(block.shape[0], block.shape[1]) for block in columns]
+    return shapes, torch.cat([block.reshape(-1) for block in columns]), tables
 
 
 def _linear(train: Train, dropped: Sequence[int]) -> list[float]:
