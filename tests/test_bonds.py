@@ -297,6 +297,20 @@ def test_very_unlike_layers_go_into_several_groups(monkeypatch: pytest.MonkeyPat
 # --- many at once -----------------------------------------------------------------------------------------------------
 
 
+class Holder(nn.Module):
+    """What `functional_call` needs: the prior's functions as calls of a module."""
+
+    def __init__(self, model: nn.Module, prior: bt.RankPrior) -> None:
+        super().__init__()
+        self.model, self.prior = model, prior
+
+    def forward(self, what: str) -> Tensor:
+        if what == "log_prob":
+            return self.prior.log_prob()
+        self.prior.step()
+        return torch.zeros(())
+
+
 def test_vmap_over_particles_is_a_loop_over_them() -> None:
     pairs = [mixed(seed) for seed in range(3)]
     model, prior = pairs[0]
@@ -312,20 +326,9 @@ def test_vmap_over_particles_is_a_loop_over_them() -> None:
         if name in trained or name in dict(model.named_buffers())
     }
 
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, what: str) -> Tensor:
-            if what == "step":
-                prior.step()
-                return torch.zeros(())
-            return prior.log_prob()
-
     def run(what: str) -> Tensor:
         tensors = {f"model.{name}": tensor for name, tensor in stacked.items()}
-        return vmap(lambda own: functional_call(Holder(), own, (what,)))(tensors)
+        return vmap(lambda own: functional_call(Holder(model, prior), own, (what,)))(tensors)
 
     own = copy.deepcopy(pairs)
     torch.testing.assert_close(run("log_prob"), torch.stack([p.log_prob() for _, p in own]), **CLOSE)
@@ -335,6 +338,21 @@ def test_vmap_over_particles_is_a_loop_over_them() -> None:
         other.step()
     for name, tensor in stacked.items():
         torch.testing.assert_close(tensor, torch.stack([m.state_dict()[name] for m, _ in own]), **CLOSE, msg=name)
+
+
+def test_a_layout_made_inside_of_a_transform_does_not_outlive_it() -> None:
+    model, prior = mixed()
+    holder = Holder(model, prior)
+    names = [name for name, p in holder.named_parameters() if p.requires_grad]
+    own = {name: holder.get_parameter(name).detach() for name in names}
+    gradients = torch.func.grad(lambda tensors: functional_call(holder, tensors, ("log_prob",)))(own)
+    slow = torch.autograd.grad(slow_log_prob(model, prior), [holder.get_parameter(name) for name in names])
+    prior.step()
+    with torch.inference_mode():
+        prior.log_prob()
+    prior.loss().backward()
+    for name, expected in zip(names, slow, strict=True):
+        torch.testing.assert_close(gradients[name], expected, **CLOSE, msg=name)
 
 
 class Counter(TorchDispatchMode):
