@@ -10,7 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain import shrinkage, tt
 from bayestrain.batchnorm import normalised_layers
+from bayestrain.bonds import copy_, join, pieces
 from bayestrain.errors import ConfigError
+from bayestrain.grouped import Groups
 from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
 from bayestrain.sizes import tt_layers
@@ -101,15 +103,24 @@ class RankPrior:
         self.held = norms
         self.align_every = align_every
         self.steps = 0
+        cores = {id(core) for layer in layers.values() for core in layer.cores}
+        self._other_names = self.trainable - {name for name, p in model.named_parameters() if id(p) in cores}
+        self._trained = frozenset(
+            name
+            for name, layer in layers.items()
+            if all(f"{name}.cores.{k}".lstrip(".") in self.trainable for k in range(len(layer.cores)))
+        )
         with torch.no_grad():
-            for layer in layers.values():
+            for name, layer in layers.items():
                 fresh = layer.rank_state is None
                 state = layer.attach_rank_state()
                 state.a, state.b, state.floor = a, b, floor
                 for u in state.log_lambdas if fresh else ():
                     u.fill_(math.log(start))
-            for name in norms:
-                _hold_scale(layers[name], [])  # takes the norm of now, unless one is held already
+                if name in norms:  # the norm of now, unless one is held already
+                    held = state.held_norm
+                    held.copy_(torch.where(held > 0, held, tt.norm(list(layer.cores))))
+        self._groups = Groups(layers, frozenset(norms) & self._trained)
 
     @property
     def current_weight(self) -> float:
@@ -123,47 +134,58 @@ class RankPrior:
 
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included."""
-        terms = [
-            shrinkage.log_prob(list(layer.cores), state.log_lambdas, self.a, self.b, state.dropped)
-            for layer in self.layers.values()
-            if (state := layer.rank_state) is not None
-        ]
-        cores = {id(core) for layer in self.layers.values() for core in layer.cores}
-        others = [
-            parameter
-            for name, parameter in self.model.named_parameters()
-            if name in self.trainable and id(parameter) not in cores
-        ]
-        if others:
+        terms = []
+        for group in self._groups.now():
+            flat, u = join(group.cores), join(group.log_lambdas)
+            terms.append(group.bonds.log_prob(flat, group.bonds.precision(u), u, self.a, self.b))
+        if others := self._others():
             terms.append(normal_log_prob(others, self.other_variance))
-        return torch.stack(terms).sum()
+        return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+    def _others(self) -> list[Tensor]:
+        """The trainable parameters that are no cores."""
+        return [parameter for name, parameter in self.model.named_parameters() if name in self._other_names]
 
     def loss(self) -> Tensor:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
         return self.log_prob() * (-self.current_weight / self.num_data)
 
+    @torch.no_grad()
     def add_gradients_(self, weight: Tensor | float | None = None) -> Tensor:
         """Add the gradient of `loss` to every parameter's ``grad``, for a loop without `loss`; returns the loss.
 
         `weight` stands in for `current_weight`: a tensor, where a captured step must see it change.
         """
-        loss = self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
-        loss.backward()
-        return loss.detach()
+        scale = (self.current_weight if weight is None else weight) / self.num_data
+        terms = []
+        for group in self._groups.now():
+            flat, u = join(group.cores), join(group.log_lambdas)
+            precision = group.bonds.precision(u)
+            terms.append(group.bonds.log_prob(flat, precision, u, self.a, self.b))
+            gradient = (flat * precision * scale).to(group.cores[0].dtype)
+            add_to_gradients_(group.cores, pieces(gradient, group.cores))
+        if others := self._others():
+            terms.append(normal_log_prob(others, self.other_variance))
+            add_to_gradients_(others, torch._foreach_mul(others, scale / self.other_variance))
+        return torch.stack([term.to(terms[0].device) for term in terms]).sum() * -scale
 
     @torch.no_grad()
     def step(self) -> None:
         """After the optimiser's step: move every lambda, keep its floor, hold the scales that are free."""
         align = self.aligns_next
         self.steps += 1
-        for name, layer in self.layers.items():
-            with own_precision(layer.cores[0]):
-                trained = all(f"{name}.cores.{k}".lstrip(".") in self.trainable for k in range(len(layer.cores)))
-                if trained and name in self.held:
-                    _hold_scale(layer, self.held[name])
-                if trained and align:
-                    self._align(layer)
-                self._update_lambdas(layer)
+        for group in self._groups.now():
+            with own_precision(group.cores[0]):
+                group.hold_scale_(self.held)
+                for name in self._trained.intersection(group.layers) if align else ():
+                    self._align(self.layers[name])
+                u = group.bonds.moved(join(group.cores), join(group.log_lambdas), self._move, self.a, self.floor)
+                copy_(group.log_lambdas, pieces(u, group.log_lambdas))
+
+    def _move(self, u: Tensor, linear: Tensor, inverse: Tensor, inverse_square: Tensor) -> Tensor:
+        if self.update == "newton":
+            return shrinkage.newton_step(u, linear, inverse, inverse_square, self.b)
+        return shrinkage.gradient_step(u, linear, inverse, inverse_square, self.b, self.rate)
 
     def _align(self, layer: TTLayer) -> None:
         """Turn the rank indices to the singular directions; lambda moves to where the new cores want it."""
@@ -175,19 +197,6 @@ class RankPrior:
         )
         for u, new in zip(us, moved, strict=True):
             u.copy_(new)
-
-    def _update_lambdas(self, layer: TTLayer) -> None:
-        assert layer.rank_state is not None
-        cores, us, dropped = list(layer.cores), layer.rank_state.log_lambdas, layer.rank_state.dropped
-        energies = shrinkage.slice_energies(cores)
-        sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
-        for bond, u in enumerate(us, start=1):
-            terms = shrinkage.conditional(energies, sizes, us, bond, self.a, dropped)
-            if self.update == "newton":
-                moved = shrinkage.newton_step(u, *terms, self.b)
-            else:
-                moved = shrinkage.gradient_step(u, *terms, self.b, self.rate)
-            u.copy_(shrinkage.apply_floor(moved, self.floor))
 
     def lambdas(self) -> dict[str, list[Tensor]]:
         """``{layer name: [lambda of every bond]}``, as copies."""
@@ -232,21 +241,24 @@ class NormalPrior:
 
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters, unweighted, every constant included."""
-        chosen = [parameter for name, parameter in self.model.named_parameters() if name in self.trainable]
-        return normal_log_prob(chosen, self.variance)
+        return normal_log_prob(self._chosen(), self.variance)
+
+    def _chosen(self) -> list[Tensor]:
+        return [parameter for name, parameter in self.model.named_parameters() if name in self.trainable]
 
     def loss(self) -> Tensor:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data."""
         return self.log_prob() * (-self.current_weight / self.num_data)
 
+    @torch.no_grad()
     def add_gradients_(self, weight: Tensor | float | None = None) -> Tensor:
         """Add the gradient of `loss` to every parameter's ``grad``, for a loop without `loss`; returns the loss.
 
         `weight` stands in for `current_weight`: a tensor, where a captured step must see it change.
         """
-        loss = self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
-        loss.backward()
-        return loss.detach()
+        scale, chosen = (self.current_weight if weight is None else weight) / self.num_data, self._chosen()
+        add_to_gradients_(chosen, torch._foreach_mul(chosen, scale / self.variance))
+        return normal_log_prob(chosen, self.variance) * -scale
 
     def step(self) -> None:
         """After the optimiser's step: nothing to move."""
@@ -268,11 +280,33 @@ class NormalPrior:
 Prior = RankPrior | NormalPrior
 
 
+SMALL = 1 << 16
+"""Tensors up to this size are joined before they are summed; copying larger ones would cost more than it saves."""
+
+
 def normal_log_prob(tensors: Sequence[Tensor], variance: float) -> Tensor:
     """``log Normal(0, variance)`` of all entries together."""
-    squares = torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+    small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
+    parts = [tensor for tensor in tensors if tensor.numel() > SMALL] + ([join(small)] if small else [])
+    squares = torch.stack([part.square().sum() for part in parts]).sum()
     entries = sum(tensor.numel() for tensor in tensors)
     return -0.5 * (squares / variance + entries * math.log(2 * math.pi * variance))
+
+
+def add_to_gradients_(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``grad += gradient`` for every parameter that requires one; it may stand there several times."""
+    there: dict[int, tuple[Tensor, Tensor]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif id(parameter) in there:
+            parameter.grad.add_(gradient)
+        else:
+            there[id(parameter)] = parameter.grad, gradient
+    if there:
+        torch._foreach_add_(*map(list, zip(*there.values(), strict=True)))
 
 
 def trainable_names(model: nn.Module) -> frozenset[str]:
@@ -297,26 +331,3 @@ def _norms_to_hold(
             norms = (model.get_submodule(norm_name) for norm_name in found.get(name, []))
             held[name] = [norm for norm in norms if isinstance(norm, _BatchNorm)]
     return held
-
-
-def _hold_scale(layer: TTLayer, norms: list[_BatchNorm]) -> None:
-    """Bring the weight back to its held norm: cores, lambda, bias and running statistics move together.
-
-    The first norm that is not zero is the one that is held from then on.
-    """
-    assert layer.rank_state is not None
-    cores, held = list(layer.cores), layer.rank_state.held_norm
-    size = tt.norm(cores)
-    held.copy_(torch.where(held > 0, held, size))
-    factor = torch.where(size > 0, held / size, torch.ones_like(size))
-    per_core = factor ** (1 / len(cores))
-    for core in cores:
-        core.mul_(per_core)
-    for u in layer.rank_state.log_lambdas:
-        u.add_(per_core.log())
-    if layer.bias is not None:
-        layer.bias.mul_(factor)
-    for norm in norms:
-        if norm.running_mean is not None and norm.running_var is not None:
-            norm.running_mean.mul_(factor)
-            norm.running_var.mul_(factor.square())

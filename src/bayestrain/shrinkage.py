@@ -111,7 +111,7 @@ def conditional(
     return linear, inverse, inverse_square
 
 
-def newton_step(u: Tensor, linear: float, inverse: Tensor, inverse_square: Tensor, b: float) -> Tensor:
+def newton_step(u: Tensor, linear: float | Tensor, inverse: Tensor, inverse_square: Tensor, b: float) -> Tensor:
     """One clipped Newton step towards the minimum of the convex conditional of `conditional`."""
     falling, steep, rising = inverse * torch.exp(-u), inverse_square * torch.exp(-2 * u), b * torch.exp(u)
     slope = linear - falling - 2 * steep + rising
@@ -119,18 +119,22 @@ def newton_step(u: Tensor, linear: float, inverse: Tensor, inverse_square: Tenso
     return u - (slope / curvature).clamp(-MAX_NEWTON_STEP, MAX_NEWTON_STEP)
 
 
-def gradient_step(u: Tensor, linear: float, inverse: Tensor, inverse_square: Tensor, b: float, rate: float) -> Tensor:
+def gradient_step(
+    u: Tensor, linear: float | Tensor, inverse: Tensor, inverse_square: Tensor, b: float, rate: float
+) -> Tensor:
     """One gradient step on the same conditional, with the slope measured per entry of the slices that it governs."""
     slope = linear - inverse * torch.exp(-u) - 2 * inverse_square * torch.exp(-2 * u) + b * torch.exp(u)
-    return u - (rate * slope / max(linear, 1.0)).clamp(-MAX_NEWTON_STEP, MAX_NEWTON_STEP)
+    entries = linear.clamp_min(1.0) if isinstance(linear, Tensor) else max(linear, 1.0)
+    return u - (rate * slope / entries).clamp(-MAX_NEWTON_STEP, MAX_NEWTON_STEP)
 
 
 def apply_floor(u: Tensor, floor: float) -> Tensor:
     """Keep every entry at least `floor` times the bond's largest lambda, and all within what single precision can hold.
 
-    Between cores that are exactly zero nothing stops the largest lambda itself from falling; `LIMIT` does.
+    Between cores that are exactly zero nothing stops the largest lambda itself from falling; `LIMIT` does. Bonds may be
+    stacked; the last axis is that of one bond's entries.
     """
-    return torch.maximum(u, u.max() + math.log(floor)).clamp(-LIMIT, LIMIT)
+    return torch.maximum(u, u.amax(-1, keepdim=True) + math.log(floor)).clamp(-LIMIT, LIMIT)
 
 
 def conditional_mode(

@@ -1,0 +1,389 @@
+"""The prior of all layers at once against one layer after the other, written from the formulas of `shrinkage`."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bayestrain as bt
+from bayestrain import bonds, shrinkage, tt
+from bayestrain.layers import TTConv2d, TTLayer, TTLinear
+from bayestrain.sizes import tt_layers
+
+NUM_DATA = 50
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Mixed(nn.Module):
+    """Layers of two to six cores with all kinds of ranks; held ones with and without bias; never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = TTLinear(12, 8, in_modes=(4, 3), out_modes=(4, 2), max_rank=5)
+        self.three = TTLinear(12, 8, in_modes=(3, 2, 2), out_modes=(2, 2, 2), max_rank=(4, 2), bias=False)
+        self.conv = TTConv2d(8, 12, 3, max_rank=6)
+        self.bn = nn.BatchNorm2d(12)
+        self.deep = TTLinear(64, 64, in_modes=(2,) * 6, out_modes=(2,) * 6, max_rank=(3, 7, 2, 5, 4))
+        self.deep_bn = nn.BatchNorm1d(64)
+        self.still = TTConv2d(12, 4, 1, max_rank=3)
+        self.still_bn = nn.BatchNorm2d(4)
+        self.dense = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # cannot be traced: batch norms are found by registration
+            return x
+        return -x
+
+
+def mixed(seed: int = 0, **options: Any) -> tuple[Mixed, bt.RankPrior]:
+    """The model in double precision with a prior, lambdas apart from each other, and scales that have drifted."""
+    torch.manual_seed(seed)
+    model = Mixed().double()
+    for core in model.still.cores:
+        core.requires_grad_(False)
+    model.dense.bias.requires_grad_(False)
+    options = {"weight": 0.7, "a": 1.3, "align_every": 0, **options}
+    prior = bt.RankPrior(model, NUM_DATA, **options)
+    with torch.no_grad():
+        for layer in prior.layers.values():
+            layer.rank_state.started_with = tuple(rank + 2 * k for k, rank in enumerate(layer.ranks[1:-1]))
+            for u in layer.rank_state.log_lambdas:
+                u.copy_(torch.randn_like(u))
+            for core in layer.cores:
+                core.mul_(1 + torch.rand(()))
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+    assert set(prior.held) == {"conv", "deep", "still"}
+    return model, prior
+
+
+# --- one layer after the other ----------------------------------------------------------------------------------------
+
+
+def slow_log_prob(model: nn.Module, prior: bt.RankPrior) -> Tensor:
+    total, deviation = torch.tensor([0.0, math.sqrt(prior.other_variance)], dtype=torch.float64)
+    cores: set[int] = set()
+    for layer in tt_layers(model).values():
+        state = layer.rank_state
+        total = total + shrinkage.log_prob(list(layer.cores), state.log_lambdas, prior.a, prior.b, state.dropped)
+        cores |= {id(core) for core in layer.cores}
+    for name, parameter in model.named_parameters():
+        if name in prior.trainable and id(parameter) not in cores:
+            total = total + Normal(torch.zeros_like(deviation), deviation).log_prob(parameter).sum()
+    return total
+
+
+@torch.no_grad()
+def slow_hold(layer: TTLayer, norms: list[nn.Module]) -> None:
+    state, cores = layer.rank_state, list(layer.cores)
+    size = tt.norm(cores)
+    if state.held_norm == 0:
+        state.held_norm.copy_(size)
+    factor = state.held_norm / size if size > 0 else torch.ones_like(size)
+    per_core = factor ** (1 / len(cores))
+    for core in cores:
+        core.mul_(per_core)
+    for u in state.log_lambdas:
+        u.add_(per_core.log())
+    if layer.bias is not None:
+        layer.bias.mul_(factor)
+    for norm in norms:
+        norm.running_mean.mul_(factor)
+        norm.running_var.mul_(factor**2)
+
+
+@torch.no_grad()
+def slow_step(model: nn.Module, prior: bt.RankPrior) -> None:
+    """Every layer for itself: its scale, then its odd bonds one by one, then its even ones."""
+    names = dict(model.named_parameters())
+    for name, layer in tt_layers(model).items():
+        trained = all(names[f"{name}.cores.{k}"].requires_grad for k in range(len(layer.cores)))
+        if trained and name in prior.held:
+            slow_hold(layer, [norm for norm in prior.held[name] if norm.running_mean is not None])
+        cores, us, gone = list(layer.cores), layer.rank_state.log_lambdas, layer.rank_state.dropped
+        energies = shrinkage.slice_energies(cores)
+        sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
+        for bond in [*range(1, len(cores), 2), *range(2, len(cores), 2)]:
+            terms = shrinkage.conditional(energies, sizes, us, bond, prior.a, gone)
+            if prior.update == "newton":
+                moved = shrinkage.newton_step(us[bond - 1], *terms, prior.b)
+            else:
+                moved = shrinkage.gradient_step(us[bond - 1], *terms, prior.b, prior.rate)
+            us[bond - 1].copy_(shrinkage.apply_floor(moved, prior.floor))
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    theirs = other.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, theirs[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- values, gradients, steps -----------------------------------------------------------------------------------------
+
+
+def test_log_prob_and_its_gradient_are_those_of_the_layers_one_by_one() -> None:
+    model, prior = mixed()
+    torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior), **CLOSE)
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    fast = torch.autograd.grad(prior.log_prob(), chosen, allow_unused=True)
+    slow = torch.autograd.grad(slow_log_prob(model, prior), chosen, allow_unused=True)
+    torch.testing.assert_close(fast, slow, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "weight", [None, 0.25, torch.tensor(0.25, dtype=torch.float64)], ids=["own", "float", "tensor"]
+)
+@pytest.mark.parametrize("kind", ["rank", "normal"])
+def test_add_gradients_is_autograd_of_the_loss(weight: Tensor | float | None, kind: str) -> None:
+    model, prior = mixed()
+    if kind == "normal":
+        prior = bt.NormalPrior(model, NUM_DATA, weight=0.7)
+    expected = prior.loss() * (1 if weight is None else float(weight) / 0.7)
+    expected.backward()
+    slow = {name: p.grad for name, p in model.named_parameters()}
+    for i, parameter in enumerate(model.parameters()):  # some have a gradient already
+        parameter.grad = torch.ones_like(parameter) if i % 2 and parameter.requires_grad else None
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = prior.add_gradients_(weight)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected.detach(), **CLOSE)
+    for name, parameter in model.named_parameters():
+        if slow[name] is None:
+            assert not parameter.requires_grad
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, slow[name] + before.get(name, 0.0), **CLOSE)
+
+
+def test_gradients_of_tied_cores_and_tied_layers_add_up() -> None:
+    torch.manual_seed(0)
+    first, second = (TTLinear(8, 8, in_modes=(2, 2, 2), out_modes=(2, 2, 2), max_rank=3).double() for _ in range(2))
+    for k in range(3):
+        second.cores[k] = first.cores[k]
+    second.bias = first.bias
+    model = nn.Sequential(first, second, first)
+    prior = bt.RankPrior(model, NUM_DATA)
+    with torch.no_grad():
+        for u in second.rank_state.log_lambdas:
+            u.add_(1.0)
+    prior.loss().backward()
+    slow = [p.grad.clone() for p in model.parameters()]
+    for grad in (None, 1.0):
+        for p in model.parameters():
+            p.grad = None if grad is None else torch.full_like(p, grad)
+        prior.add_gradients_()
+        for p, expected in zip(model.parameters(), slow, strict=True):
+            torch.testing.assert_close(p.grad, expected + (grad or 0.0), **CLOSE)
+
+
+@pytest.mark.parametrize("update", ["newton", "gradient"])
+def test_steps_are_those_of_the_layers_one_by_one(update: str) -> None:
+    model, prior = mixed(update=update)
+    slow = copy.deepcopy(model)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, weight=0.7, a=1.3, align_every=0, update=update)
+    before = copy.deepcopy(model)
+    for _ in range(5):
+        prior.step()
+        slow_step(slow, slow_prior)
+        assert_same(model, slow)
+    assert torch.equal(model.still.cores[0], before.still.cores[0])  # frozen
+    assert not torch.equal(model.conv.cores[0], before.conv.cores[0])
+    assert not torch.equal(model.conv.bias, before.conv.bias)
+    assert not torch.equal(model.deep_bn.running_var, before.deep_bn.running_var)
+
+
+def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
+    model, prior = mixed(floor=0.3)
+    with torch.no_grad():
+        for core in (*model.conv.cores, *model.two.cores):
+            core.zero_()
+    slow = copy.deepcopy(model)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3, align_every=0, floor=0.3)
+    for _ in range(40):
+        prior.step()
+        slow_step(slow, slow_prior)
+    assert_same(model, slow)
+    assert float(model.two.rank_state.log_lambdas[0].max()) == -shrinkage.LIMIT
+    for us in prior.lambdas().values():
+        assert all(float(u.min() / u.max()) > 0.3 - 1e-9 for u in us)
+
+
+def test_a_broken_layer_does_not_touch_the_others() -> None:
+    model, prior = mixed()
+    slow = copy.deepcopy(model)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3, align_every=0)
+    with torch.no_grad():
+        model.deep.cores[2].fill_(math.nan)
+    prior.step()
+    slow_step(slow, slow_prior)
+    for name in ("two", "three", "conv", "still"):
+        assert_same(model.get_submodule(name), slow.get_submodule(name))
+
+
+def test_half_precision_steps() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TTLinear(64, 64, max_rank=4, dtype=torch.float16), TTLinear(64, 64, max_rank=4).double())
+    prior = bt.RankPrior(model, NUM_DATA, hold_scale=["0", "1"])
+    exact = copy.deepcopy(model).double()
+    slow_prior = bt.RankPrior(exact, NUM_DATA, hold_scale=["0", "1"])
+    loss = prior.add_gradients_()
+    torch.testing.assert_close(loss.double(), slow_prior.loss().detach(), rtol=1e-3, atol=0)
+    assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
+    prior.step()
+    slow_step(exact, slow_prior)
+    for own, other in zip(model.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(own.double(), other.double(), rtol=5e-3, atol=5e-3)
+
+
+# --- the layout follows the model -------------------------------------------------------------------------------------
+
+
+def test_the_layout_follows_compaction_precision_and_loading() -> None:
+    model, prior = mixed()
+    prior.step()
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.conv.cores[1][..., 2:] = 0
+        model.deep.cores[3][..., 1] = 0
+    assert bt.compact_(model, rule="contribution").changed
+    cut_state = copy.deepcopy(model.state_dict())
+    for change in (
+        lambda: None,
+        lambda: model.float(),
+        lambda: model.double(),
+        lambda: model.load_state_dict(state),
+        lambda: model.load_state_dict(cut_state),
+    ):
+        change()
+        slow = copy.deepcopy(model)
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if model.two.bias.dtype == torch.float32 else CLOSE
+        torch.testing.assert_close(prior.log_prob(), slow_log_prob(slow, prior).to(prior.log_prob()), **tolerance)
+        prior.step()
+        slow_prior = bt.RankPrior(copy.deepcopy(slow), NUM_DATA, a=1.3, align_every=0)
+        slow_prior.held = {
+            name: [slow.get_submodule(other) for other, norm in model.named_modules() if norm in norms]
+            for name, norms in prior.held.items()
+        }
+        slow_step(slow, slow_prior)
+        for (name, own), other in zip(model.state_dict().items(), slow.state_dict().values(), strict=True):
+            torch.testing.assert_close(own, other, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_very_unlike_layers_go_into_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = [(1, 4, 2), (2, 4, 1)], [(1, 60, 30), (30, 60, 30), (30, 60, 1)]
+    assert bonds.groups([small, large, small]) == [[0, 1, 2]]
+    monkeypatch.setattr(bonds, "SPACIOUS", 0)
+    assert bonds.groups([small] * 3) == [[0, 1, 2]]
+    monkeypatch.setattr(bonds, "WASTE", 2)
+    assert bonds.groups([small, large, small]) == [[0, 2], [1]]
+    monkeypatch.setattr(bonds, "WASTE", 0)
+    model, prior = mixed()
+    assert len(prior._groups.now()) == 5
+    slow = copy.deepcopy(model)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3, align_every=0)
+    torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior), **CLOSE)
+    prior.step()
+    slow_step(slow, slow_prior)
+    assert_same(model, slow)
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """What `functional_call` needs: the prior's functions as calls of a module."""
+
+    def __init__(self, model: nn.Module, prior: bt.RankPrior) -> None:
+        super().__init__()
+        self.model, self.prior = model, prior
+
+    def forward(self, what: str) -> Tensor:
+        if what == "log_prob":
+            return self.prior.log_prob()
+        self.prior.step()
+        return torch.zeros(())
+
+
+def test_vmap_over_particles_is_a_loop_over_them() -> None:
+    pairs = [mixed(seed) for seed in range(3)]
+    model, prior = pairs[0]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for other, _ in pairs[1:]:
+            for name, p in other.named_parameters():
+                if name not in trained:  # frozen: common to all
+                    p.copy_(model.get_parameter(name))
+    stacked = {
+        name: torch.stack([dict(m.state_dict())[name].detach() for m, _ in pairs])
+        for name in model.state_dict()
+        if name in trained or name in dict(model.named_buffers())
+    }
+
+    def run(what: str) -> Tensor:
+        tensors = {f"model.{name}": tensor for name, tensor in stacked.items()}
+        return vmap(lambda own: functional_call(Holder(model, prior), own, (what,)))(tensors)
+
+    own = copy.deepcopy(pairs)
+    torch.testing.assert_close(run("log_prob"), torch.stack([p.log_prob() for _, p in own]), **CLOSE)
+    with torch.no_grad():
+        run("step")
+    for _, other in own:
+        other.step()
+    for name, tensor in stacked.items():
+        torch.testing.assert_close(tensor, torch.stack([m.state_dict()[name] for m, _ in own]), **CLOSE, msg=name)
+
+
+def test_a_layout_made_inside_of_a_transform_does_not_outlive_it() -> None:
+    model, prior = mixed()
+    holder = Holder(model, prior)
+    names = [name for name, p in holder.named_parameters() if p.requires_grad]
+    own = {name: holder.get_parameter(name).detach() for name in names}
+    gradients = torch.func.grad(lambda tensors: functional_call(holder, tensors, ("log_prob",)))(own)
+    slow = torch.autograd.grad(slow_log_prob(model, prior), [holder.get_parameter(name) for name in names])
+    prior.step()
+    with torch.inference_mode():
+        prior.log_prob()
+    prior.loss().backward()
+    for name, expected in zip(names, slow, strict=True):
+        torch.testing.assert_close(gradients[name], expected, **CLOSE, msg=name)
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations that run, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).split(".")[1] not in {"view", "slice", "detach", "unsqueeze", "expand", "_unsafe_view"}
+        return func(*args, **(kwargs or {}))
+
+
+def operations(layers: int) -> dict[str, int]:
+    torch.manual_seed(0)
+    blocks = [(TTConv2d(8, 8, 3, padding=1, max_rank=4), nn.BatchNorm2d(8)) for _ in range(layers)]
+    model = nn.Sequential(*(module for block in blocks for module in block))
+    prior = bt.RankPrior(model, NUM_DATA)
+    assert len(prior.held) == layers
+    prior.step()
+    prior.loss().backward()
+    found = {}
+    for name in ("log_prob", "add_gradients_", "step"):
+        with Counter() as counter, torch.no_grad():
+            getattr(prior, name)()
+        found[name] = counter.count
+    return found
+
+
+def test_the_number_of_operations_does_not_grow_with_the_number_of_layers() -> None:
+    few, many = operations(5), operations(40)
+    assert few == many
+    assert many["step"] < 150
