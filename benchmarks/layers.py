@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from record import arguments, claim, write
-from rows import CPU_CONVOLUTIONS, CPU_ROWS, GPU_ROWS, Row, build, compare, small
-from timing import chosen_plan, forced, interleaved, plan_names, precision, train_call
+from rows import CPU_CONVOLUTIONS, CPU_ROWS, GPU_ROWS, Row, build, call, compare, small
+from timing import autocast, cast, forced, interleaved, plan_names, precision, saves_memory, train_call
 from torch import nn
 
 STEPS = 3
@@ -32,8 +32,8 @@ def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
     del case
     if dense:
         del layer
-    step = train_call(module, list(module.parameters()), x, gradient)
-    with forced(module, plan), precision(row.precision, "cuda"):
+    step = train_call(cast(module, row.precision, "cuda"), list(module.parameters()), x, gradient)
+    with forced(module, plan), precision(row.precision):
         for _ in range(STEPS):
             torch.cuda.reset_peak_memory_stats()
             step()
@@ -46,7 +46,8 @@ def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
 def low_memory_plans(row: Row) -> list[str]:
     """The plans that save memory, where the layer has some."""
     case = build(row, "cuda")
-    return [plan for plan in plan_names(case.layer, case.x) if plan.endswith("low-memory")]
+    with autocast(row.precision, "cuda"):
+        return [plan for plan in plan_names(case.layer, case.x) if saves_memory(plan)]
 
 
 def memory(row: Row) -> dict[str, Any]:
@@ -77,12 +78,8 @@ def _without_input(one: dict[str, int], other: dict[str, int]) -> float:
 def time_of_plan(row: Row, plan: str) -> dict[str, Any]:
     """The forced plan against dense."""
     case = build(row, "cuda")
-    calls = {
-        name: train_call(module, list(module.parameters()), case.x, case.gradient)
-        for name, module in (("dense", case.dense), ("ours", case.layer))
-    }
-    with forced(case.layer, plan), precision(row.precision, "cuda"):
-        assert chosen_plan(case.layer, case.x) is not None
+    calls = {name: call(case, module) for name, module in (("dense", case.dense), ("ours", case.layer))}
+    with forced(case.layer, plan), precision(row.precision):
         return interleaved(calls, rounds=11, device="cuda")["ours"]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from record import arguments, claim, write
 from rows import CPU_ROWS, LARGE, LEARNED, LINEAR, Case, Row, build, call
-from timing import check, check_plans, chosen_plan, interleaved, precision, reference_with_grad
+from timing import autocast, check, check_plans, chosen_plan, interleaved, precision, reference_with_grad
 from torch import Tensor, nn
 
 import bayestrain as bt
@@ -100,7 +100,7 @@ def check_peer(case: Case, peer: nn.Module, device: str) -> float:
     exact = {"output": ours["output"], "input": ours["input"]}
     for own, (name, parameter) in zip(names, [*cores, *bias], strict=True):
         exact[name] = ours[own].view_as(parameter)
-    with precision(case.row.precision, device):
+    with precision(case.row.precision):
         return check(peer, case.x, case.gradient, case.row.precision, device, exact)
 
 
@@ -112,8 +112,9 @@ def measure(row: Row, peers: dict[str, Any], device: str, rounds: int, at_least:
     with torch.set_grad_enabled(row.training):
         errors = {"ours": max(check_plans(case.layer, case.x, case.gradient, row.precision, device).values())}
         errors |= {name: check_peer(case, peer, device) for name, peer in made.items()}
-        with precision(row.precision, device):
+        with autocast(row.precision, device):
             plan = chosen_plan(case.layer, case.x)
+        with precision(row.precision):
             modules = {"ours": case.layer, "dense": case.dense, **made}
             calls = {name: call(case, module) for name, module in modules.items()}
             times = interleaved(calls, rounds=rounds, at_least=at_least, device=device, baseline="ours")

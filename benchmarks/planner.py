@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from record import arguments, claim, write
 from rows import Case, Row, build, call, multiplications
-from timing import check_plans, chosen_plan, interleaved, plan_names, precision
+from timing import check_plans, chosen_plan, interleaved, plan_names, precision, saves_memory
 from torch import Tensor
 
 WITHIN = 1.15
@@ -84,12 +84,12 @@ def times_of(case: Case, plans: list[str], device: str, rounds: int, at_least: f
 def measure(row: Row, device: str, rounds: int, at_least: float) -> dict[str, Any]:
     """One shape."""
     case = build(row, device)
-    with torch.set_grad_enabled(row.training), precision(row.precision, device):
-        plans = [plan for plan in plan_names(case.layer, case.x) if not plan.endswith("low-memory")]
+    with torch.set_grad_enabled(row.training), precision(row.precision):
+        plans = [plan for plan in plan_names(case.layer, case.x) if not saves_memory(plan)]
         chosen = chosen_plan(case.layer, case.x)
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
-    with torch.set_grad_enabled(row.training), precision(row.precision, device):
+    with torch.set_grad_enabled(row.training), precision(row.precision):
         found = times_of(case, plans, device, rounds, at_least)
         measured = [found]
         if found["own_over_best"] > WITHIN:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from timing import (
+    autocast,
+    cast,
     check,
     check_plans,
     chosen_plan,
@@ -141,10 +143,10 @@ def build(row: Row, device: str, seed: int = 0) -> Case:
 
 def call(case: Case, module: nn.Module) -> Callable[[], Tensor]:
     """What is timed: a training step without optimiser, or a forward pass."""
+    forward = cast(module, case.row.precision, case.x.device.type)
+    made: Callable[[], Tensor] = infer_call(forward, case.x)
     if case.row.training:
-        made: Callable[[], Tensor] = train_call(module, list(module.parameters()), case.x, case.gradient)
-        return made
-    made = infer_call(module, case.x)
+        made = train_call(forward, list(module.parameters()), case.x, case.gradient)
     return made
 
 
@@ -158,9 +160,10 @@ def compare(
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
         exact = reference_with_grad(case.dense, case.x, case.gradient)
-        with precision(row.precision, device):
-            dense_error = check(case.dense, case.x, case.gradient, row.precision, device, exact)
+        with autocast(row.precision, device):
             plan = chosen_plan(case.layer, case.x)
+        with precision(row.precision):
+            dense_error = check(case.dense, case.x, case.gradient, row.precision, device, exact)
             calls = {name: call(case, module) for name, module in modules.items()}
             times = interleaved(calls, rounds=rounds, at_least=at_least, device=device)
     del exact

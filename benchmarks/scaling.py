@@ -82,7 +82,7 @@ def depth(number: int, device: str, rounds: int, at_least: float, kind: str) -> 
     x = torch.randn(128, WIDTH, device=device)
     gradient = torch.randn_like(x)
     calls = {name: train_call(net, list(net.parameters()), x, gradient) for name, net in networks.items()}
-    with precision(kind, device):
+    with precision(kind):
         times = interleaved(calls, rounds=rounds, at_least=at_least, device=device)
     return {
         "at": number,

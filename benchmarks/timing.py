@@ -12,12 +12,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Forward = Callable[[Tensor], Tensor]
 
 TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 5e-2, "float64": 1e-10}
 """Largest relative error (norms) that an output or a gradient may have in each precision."""
@@ -54,17 +56,15 @@ def repeats_for(call: Callable[[], object], at_least: float, device: str) -> int
         repeats = min(max(repeats + 1, int(repeats * 1.2 * at_least / max(took, 1e-9))), repeats * 10)
 
 
-def interleaved(
+def measure_rounds(
     calls: Mapping[str, Callable[[], object]],
     *,
     rounds: int = 31,
     at_least: float = 5e-3,
     device: str = "cpu",
-    baseline: str | None = None,
     seed: int = 0,
-) -> dict[str, dict[str, Any]]:
-    """Median seconds of every call, and its ratio to the baseline's (the first if none is named), with quartiles."""
-    baseline = next(iter(calls)) if baseline is None else baseline
+) -> dict[str, list[float]]:
+    """Seconds of every call in every round."""
     repeats = {name: repeats_for(call, at_least, device) for name, call in calls.items()}
     order, shuffle = list(calls), random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -77,6 +77,11 @@ def interleaved(
                 times[name].append(once(calls[name], repeats[name], device))
     finally:
         gc.enable()
+    return times
+
+
+def summarise(times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, dict[str, Any]]:
+    """Median seconds of every call, and the median of its ratio to the baseline, with quartiles."""
     found = {}
     for name, values in times.items():
         ratios = [value / base for value, base in zip(values, times[baseline], strict=True)]
@@ -85,10 +90,16 @@ def interleaved(
             "seconds_quartiles": quartiles(values),
             "ratio": statistics.median(ratios),
             "ratio_quartiles": quartiles(ratios),
-            "calls_per_round": repeats[name],
-            "rounds": rounds,
+            "rounds": len(values),
         }
     return found
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], *, baseline: str | None = None, **options: Any
+) -> dict[str, dict[str, Any]]:
+    """`measure_rounds` and `summarise`; the first call is the baseline if none is named."""
+    return summarise(measure_rounds(calls, **options), next(iter(calls)) if baseline is None else baseline)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -100,18 +111,34 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 @contextmanager
-def precision(name: str, device: str) -> Iterator[None]:
-    """Products in float32, tf32 or bf16 (autocast), as far as the device has them; both sides run inside of it."""
+def precision(name: str) -> Iterator[None]:
+    """Products in float32 or tf32; with "bf16" those that `cast` does not lower are in float32."""
     before = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
     try:
-        with torch.autocast(device, torch.bfloat16) if name == "bf16" else nullcontext():
-            yield
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def autocast(kind: str, device: str) -> AbstractContextManager[object]:
+    """Lowers products to bf16 for the kind "bf16"."""
+    return torch.autocast(device, torch.bfloat16) if kind == "bf16" else nullcontext()
+
+
+def cast(layer: Forward, kind: str, device: str) -> Forward:
+    """The layer under `autocast`, entered anew for each call: else lowered weights would be kept from call to call."""
+    if kind != "bf16":
+        return layer
+
+    def forward(x: Tensor) -> Tensor:
+        with autocast(kind, device):
+            return layer(x)
+
+    return forward
 
 
 def plan_names(layer: nn.Module, x: Tensor) -> list[str]:
@@ -122,6 +149,11 @@ def plan_names(layer: nn.Module, x: Tensor) -> list[str]:
 def chosen_plan(layer: nn.Module, x: Tensor) -> str | None:
     """The plan that the layer takes by itself."""
     return str(layer.plan_for(x).name) if hasattr(layer, "plan_for") else None
+
+
+def saves_memory(plan: str) -> bool:
+    """Whether a plan is one that trades time for memory."""
+    return plan.endswith(("low-memory", "recompute"))
 
 
 @contextmanager
@@ -137,7 +169,7 @@ def forced(layer: nn.Module, plan: str | None) -> Iterator[None]:
         layer.force_plan(None)
 
 
-def train_call(layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Tensor, gradient: Tensor) -> Any:
+def train_call(layer: Forward, parameters: Sequence[Tensor], x: Tensor, gradient: Tensor) -> Any:
     """Forward and backward, gradients made anew each time."""
 
     def call() -> Tensor:
@@ -150,7 +182,7 @@ def train_call(layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], 
     return call
 
 
-def infer_call(layer: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+def infer_call(layer: Forward, x: Tensor) -> Any:
     """Forward alone; call it where gradients are off."""
     return lambda: layer(x)
 
@@ -174,14 +206,14 @@ def reference(layer: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Tensor
 
 def check(layer: nn.Module, x: Tensor, gradient: Tensor, kind: str, device: str, exact: dict[str, Tensor]) -> float:
     """Largest relative error of the output, and of every gradient if it trains; raises where it is too large."""
-    parameters = dict(layer.named_parameters())
+    parameters, forward = dict(layer.named_parameters()), cast(layer, kind, device)
     if torch.is_grad_enabled():
-        y = train_call(layer, list(parameters.values()), x, gradient)()
+        y = train_call(forward, list(parameters.values()), x, gradient)()
         found = {"output": y.detach(), **{name: p.grad for name, p in parameters.items()}}
         if x.grad is not None:
             found["input"] = x.grad
     else:
-        found = {"output": layer(x)}
+        found = {"output": forward(x)}
     errors = {name: relative_error(value, exact[name]) for name, value in found.items()}
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] < TOLERANCE[kind], f"{worst} is wrong by {errors[worst]:.1e} in {kind} on {device}"
@@ -192,8 +224,10 @@ def check_plans(layer: nn.Module, x: Tensor, gradient: Tensor, kind: str, device
     """`check` for the layer's own choice and for every plan it could take."""
     exact = reference_with_grad(layer, x, gradient)
     errors = {}
-    for plan in [None, *plan_names(layer, x)]:
-        with forced(layer, plan), precision(kind, device):
+    with autocast(kind, device):
+        plans = plan_names(layer, x)
+    for plan in [None, *plans]:
+        with forced(layer, plan), precision(kind):
             errors[plan or "own choice"] = check(layer, x, gradient, kind, device, exact)
     return errors
 
