@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -43,9 +42,9 @@ def write(
     """Write ``NAME-DEVICE.json`` and print the claims."""
     if options.quick:  # too small and too few to be judged
         claims = [{**line, "target": None, "met": None} for line in claims]
-    shown = [argument for argument in sys.argv[1:] if not argument.startswith("--results")]
+    quick = " --quick" if options.quick else ""  # folders are of no interest elsewhere
     report = {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown]),
+        "command": f"python benchmarks/{name}.py --device {options.device} --rounds {options.rounds}{quick}",
         "quick": options.quick,
         "claims": claims,
         **details,
