@@ -47,7 +47,7 @@ bench-peers: $(PEERS_INSTALLED) ## speed against tensorly-torch and torchTT, in 
 
 bench-gpu: $(INSTALLED) ## speed on a GPU: layers, memory, scaling, planner, training steps; peers where they are found
 	$(BIN)/python benchmarks/layers.py --device cuda
-	$(BIN)/python benchmarks/steps.py --device cuda
+	$(BIN)/python benchmarks/steps.py --device cuda $(if $(MNIST),--mnist $(MNIST))
 	$(BIN)/python benchmarks/peers.py --device cuda
 	$(BIN)/python benchmarks/planner.py --device cuda
 	$(BIN)/python benchmarks/scaling.py --device cuda

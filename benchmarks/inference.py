@@ -164,7 +164,7 @@ def measure(network: Network, images: int, rounds: int, passes: int) -> dict[str
 
 def main() -> None:
     parser = arguments(__doc__, devices=("cpu",))
-    parser.add_argument("--passes", type=int, default=5, help="times that all images are classified by each side")
+    parser.add_argument("--passes", type=int, default=3, help="times that all images are classified by each side")
     options = parser.parse_args()
     rounds, passes, images = options.rounds, options.passes, IMAGES
     if options.quick:

@@ -150,13 +150,10 @@ def call(case: Case, module: nn.Module) -> Callable[[], Tensor]:
     return made
 
 
-def compare(
-    row: Row, device: str, rounds: int, at_least: float = 5e-3, others: dict[str, nn.Module] | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """Errors of all plans, then times of dense and ours (and of `others`), in turns."""
-    case = build(row, device, seed)
-    modules: dict[str, nn.Module] = {"dense": case.dense, "ours": case.layer, **(others or {})}
+def compare(row: Row, device: str, rounds: int, at_least: float = 5e-3) -> dict[str, Any]:
+    """Errors of all plans, then times of dense and ours, in turns."""
+    case = build(row, device)
+    modules: dict[str, nn.Module] = {"dense": case.dense, "ours": case.layer}
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
         exact = reference_with_grad(case.dense, case.x, case.gradient)
@@ -179,11 +176,6 @@ def compare(
         "largest_error_of_plans": errors,
         "error_of_dense": dense_error,
     }
-
-
-def input_size(row: Row) -> int:
-    """Numbers in the input."""
-    return row.batch * row.inputs * max(1, row.side**2)
 
 
 def multiplications(row: Row) -> int:

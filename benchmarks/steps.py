@@ -109,14 +109,12 @@ def build(experiment: str, depth: int | None, device: str) -> tuple[nn.Module, n
     return dense, ours, config
 
 
-def check(model: nn.Module, x: Tensor, kind: str, device: str) -> float:
+def error(model: nn.Module, x: Tensor, kind: str, device: str) -> float:
     """Relative error of the outputs, in evaluation mode, against the same network in double precision."""
     with torch.no_grad():
         exact = copy.deepcopy(model).double().eval()(x.double())
         with precision(kind), autocast(kind, device):
-            found = relative_error(copy.deepcopy(model).eval()(x), exact)
-    assert found < 2 * TOLERANCE[kind], f"outputs are wrong by {found:.1e}"
-    return found
+            return relative_error(copy.deepcopy(model).eval()(x), exact)
 
 
 def compare(experiment: str, kind: str, device: str, rounds: int, quick: bool) -> dict[str, Any]:
@@ -125,7 +123,11 @@ def compare(experiment: str, kind: str, device: str, rounds: int, quick: bool) -
     dense, ours, config = build(experiment, depth, device)
     x = torch.randn(batch, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (batch,), device=device)
-    errors = {"dense": check(dense, x, kind, device), "ours": check(ours, x, kind, device)}
+    errors = {"dense": error(dense, x, kind, device), "ours": error(ours, x, kind, device)}
+    allowed = max(TOLERANCE[kind], 3 * errors["dense"])  # rounding adds up over a hundred layers, for dense ones too
+    assert errors["ours"] < allowed, (
+        f"outputs are wrong by {errors['ours']:.1e}, those of dense by {errors['dense']:.1e}"
+    )
     sizes = {"dense": count_parameters(dense), "ours": count_parameters(ours)}
     with_prior = copy.deepcopy(ours)
     prior = make_prior(config.prior, with_prior, NUM_DATA, NUM_DATA // BATCH)
@@ -137,6 +139,7 @@ def compare(experiment: str, kind: str, device: str, rounds: int, quick: bool) -
         }
         calls = {name: step.take for name, step in steps.items()}
         raw = measure_rounds(calls, rounds=rounds, at_least=2e-2, device=device)
+        steps["ours with prior"].align()  # the first one sets libraries up
         align = interleaved({"align": steps["ours with prior"].align}, rounds=3, at_least=0.0, device=device)["align"]
     assert all(bool(p.isfinite().all()) for p in with_prior.parameters()), "the training step broke a weight"
     times, share = summarise(raw, "dense"), summarise(raw, "ours")["ours with prior"]["ratio"] - 1

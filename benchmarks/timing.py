@@ -43,9 +43,8 @@ def once(call: Callable[[], object], repeats: int, device: str) -> float:
 
 
 def repeats_for(call: Callable[[], object], at_least: float, device: str) -> int:
-    """How many calls last `at_least` seconds; warms up on the way. 0: one call, after one to warm up."""
+    """How many calls last `at_least` seconds; warms up on the way. 0: one call and no warming up."""
     if at_least == 0:
-        once(call, 1, device)
         return 1
     once(call, 2, device)
     repeats = 1
