@@ -97,7 +97,7 @@ def small(row: Row) -> Row:
         return replace(row, inputs=32, outputs=32, rank=4, batch=2, side=8)
     if row.inputs > 784:
         return replace(row, inputs=256, outputs=256, modes=None, batch=64)
-    return row
+    return replace(row, batch=min(row.batch, 32))
 
 
 @dataclass(frozen=True)
