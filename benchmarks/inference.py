@@ -64,7 +64,7 @@ def compacted(network: Network) -> tuple[nn.Module, str]:
     dense = count_parameters(models.BUILDERS[config.experiment.model](num_classes=10))
     if network.experiment == "mnist" and LEARNED.exists():
         ranks = json.loads(LEARNED.read_text())["ranks"]
-        model = models.mnist_mlp()
+        model: nn.Module = models.mnist_mlp()
         for name, chain in ranks.items():
             modes = {name: config.tensorize.modes[name]}
             tensorize_(model, TensorizeConfig(tuple(chain[1:-1]), modes=modes), lambda _, n, name=name: n == name)

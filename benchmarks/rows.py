@@ -119,7 +119,7 @@ def build(row: Row, device: str, seed: int = 0) -> Case:
     layer: bt.TTLinear | bt.TTConv2d
     if row.side:
         template = bt.TTConv2d(row.inputs, row.outputs, row.kernel, device="meta", **(options | {"max_rank": 10**9}))
-        inner = list(template.ranks[1:-1])
+        inner: list[Any] = list(template.ranks[1:-1])
         inner[template.middle_bond - 1] = row.rank
         options["max_rank"] = inner
         layer = bt.TTConv2d(row.inputs, row.outputs, row.kernel, padding=row.kernel // 2, **options)

@@ -123,6 +123,11 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     device, rounds, at_least = options.device, min(options.rounds, 15), 1e-2
     kind = "tf32" if device == "cuda" else "float32"
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    batches: tuple[int, ...]
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    numbers: tuple[int, ...] = (2, 5, 10, 20, 50, 100)
     if device == "cuda":
         base, batch_base = replace(LARGE, precision=kind), replace(LARGE, rank=8, precision=kind)
         sizes, size_batch = (512, 1024, 2048, 4096, 8192, 16384), 4096
@@ -131,7 +136,6 @@ def main() -> None:
         base, batch_base = LINEAR, LEARNED
         sizes, size_batch = (256, 512, 1024, 2048, 4096), 128
         ranks, batches = (2, 4, 8, 12, 16, 20, 32), (1, 4, 16, 64, 256, 1024, 4096)
-    depths, numbers = (1, 2, 4, 8, 16, 32), (2, 5, 10, 20, 50, 100)
     if options.quick:
         rounds, at_least = 3, 1e-3
         base = replace(base, inputs=256, outputs=256, modes=None, batch=32)

@@ -104,7 +104,7 @@ def build(experiment: str, depth: int | None, device: str) -> tuple[nn.Module, n
         model.to(device)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):  # not the whole model: a linear core has four dimensions as well
-                module.to(memory_format=torch.channels_last)
+                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return dense, ours, config
 
 
@@ -236,7 +236,8 @@ def main() -> None:
     options = parser.parse_args()
     device, rounds = options.device, 3 if options.quick else options.rounds
     torch.backends.cudnn.benchmark = True
-    claims, steps, trainings = [], [], {}
+    claims, steps = [], []
+    trainings: dict[str, Any] = {}
     for kind in ("float32",) if device == "cpu" else ("tf32", "bf16"):
         for experiment, target in NETWORKS.items() if options.only != "mnist" else ():
             found = compare(experiment, kind, device, rounds, options.quick)

@@ -18,6 +18,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from bayestrain.report.palette import LIGHT, series
@@ -255,7 +256,7 @@ def plot_peers(report: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def save(figure: plt.Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

@@ -35,7 +35,7 @@ def once(call: Callable[[], object], repeats: int, device: str) -> float:
             call()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3 / repeats
+        return float(begin.elapsed_time(end)) / 1e3 / repeats
     started = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -140,12 +140,12 @@ def cast(layer: Forward, kind: str, device: str) -> Forward:
     return forward
 
 
-def plan_names(layer: nn.Module, x: Tensor) -> list[str]:
+def plan_names(layer: Any, x: Tensor) -> list[str]:
     """The plans that the layer could take now; none for a layer without."""
     return [str(getattr(plan, "name", plan)) for plan in layer.plans(x)] if hasattr(layer, "plans") else []
 
 
-def chosen_plan(layer: nn.Module, x: Tensor) -> str | None:
+def chosen_plan(layer: Any, x: Tensor) -> str | None:
     """The plan that the layer takes by itself."""
     return str(layer.plan_for(x).name) if hasattr(layer, "plan_for") else None
 
@@ -156,7 +156,7 @@ def saves_memory(plan: str) -> bool:
 
 
 @contextmanager
-def forced(layer: nn.Module, plan: str | None) -> Iterator[None]:
+def forced(layer: Any, plan: str | None) -> Iterator[None]:
     """The layer takes this plan, whatever it would choose."""
     if plan is None:
         yield
@@ -193,14 +193,14 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 def reference(layer: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
     """Output and all gradients of a TT or dense layer from its full weight, in double precision."""
-    exact = copy.deepcopy(layer).double()
+    exact: Any = copy.deepcopy(layer).double()
     x = x.detach().double().requires_grad_()
     if hasattr(exact, "kernel_size"):
         y = F.conv2d(x, exact.weight, exact.bias, exact.stride, exact.padding, exact.dilation)
     else:
         y = F.linear(x, exact.weight, exact.bias)
     y.backward(gradient.double())
-    return {"output": y.detach(), "input": x.grad, **{n: p.grad for n, p in exact.named_parameters()}}  # type: ignore[dict-item]
+    return {"output": y.detach(), "input": x.grad, **{n: p.grad for n, p in exact.named_parameters()}}
 
 
 def check(layer: nn.Module, x: Tensor, gradient: Tensor, kind: str, device: str, exact: dict[str, Tensor]) -> float:
