@@ -9,6 +9,8 @@ full weight in double precision. Writes ``results/benchmarks/layers-DEVICE.json`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from rows import CPU_CONVOLUTIONS, CPU_ROWS, GPU_ROWS, Row, build, call, compare
 from timing import autocast, cast, forced, interleaved, plan_names, precision, saves_memory, train_call
 from torch import nn
 
+LOW_MEMORY = "low_memory"
 STEPS = 3
 """Whole training steps whose peak of memory is taken."""
 
@@ -33,7 +36,7 @@ def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
     if dense:
         del layer
     step = train_call(cast(module, row.precision, "cuda"), list(module.parameters()), x, gradient)
-    with forced(module, plan), precision(row.precision):
+    with thrifty(module, plan), precision(row.precision):
         for _ in range(STEPS):
             torch.cuda.reset_peak_memory_stats()
             step()
@@ -43,9 +46,23 @@ def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
     return {"bytes": highest - before, "bytes_of_input": x.numel() * x.element_size()}
 
 
+@contextmanager
+def thrifty(layer: Any, how: str | None) -> Iterator[None]:
+    """Where a layer can be asked to save memory, it is; else it is told the plan."""
+    if how != LOW_MEMORY:
+        with forced(layer, how):
+            yield
+        return
+    layer.low_memory = True
+    yield
+    layer.low_memory = False
+
+
 def low_memory_plans(row: Row) -> list[str]:
-    """The plans that save memory, where the layer has some."""
+    """The ways to save memory that the layer has."""
     case = build(row, "cuda")
+    if hasattr(case.layer, LOW_MEMORY):
+        return [LOW_MEMORY]
     with autocast(row.precision, "cuda"):
         return [plan for plan in plan_names(case.layer, case.x) if saves_memory(plan)]
 
@@ -53,20 +70,20 @@ def low_memory_plans(row: Row) -> list[str]:
 def memory(row: Row) -> dict[str, Any]:
     """Peaks of dense, of our own choice and of each low-memory plan, and how slow the best of those is."""
     dense, ours = peak(row, True, None), peak(row, False, None)
-    thrifty = {plan: peak(row, False, plan) for plan in low_memory_plans(row)}
+    saving = {plan: peak(row, False, plan) for plan in low_memory_plans(row)}
     found: dict[str, Any] = {
         "title": row.title,
         "dense": dense,
         "ours": ours,
-        "low_memory": thrifty,
+        "low_memory": saving,
         "ratio": ours["bytes"] / dense["bytes"],
         "ratio_without_input": _without_input(ours, dense),
     }
-    if thrifty:
-        best = min(thrifty, key=lambda plan: thrifty[plan]["bytes"])
+    if saving:
+        best = min(saving, key=lambda plan: saving[plan]["bytes"])
         found["low_memory_plan"] = best
-        found["low_memory_ratio"] = thrifty[best]["bytes"] / dense["bytes"]
-        found["low_memory_ratio_without_input"] = _without_input(thrifty[best], dense)
+        found["low_memory_ratio"] = saving[best]["bytes"] / dense["bytes"]
+        found["low_memory_ratio_without_input"] = _without_input(saving[best], dense)
         found["low_memory_time"] = time_of_plan(row, best)
     return found
 
@@ -79,7 +96,7 @@ def time_of_plan(row: Row, plan: str) -> dict[str, Any]:
     """The forced plan against dense."""
     case = build(row, "cuda")
     calls = {name: call(case, module) for name, module in (("dense", case.dense), ("ours", case.layer))}
-    with forced(case.layer, plan), precision(row.precision):
+    with thrifty(case.layer, plan), precision(row.precision):
         return interleaved(calls, rounds=11, device="cuda")["ours"]
 
 

@@ -3,10 +3,10 @@
     python benchmarks/planner.py
     python benchmarks/planner.py --device cuda
 
-A grid of 200 layers, linear and convolutions, trained and asked, at several batch sizes and ranks. All plans and the
-layer's own choice run in turns. A shape that fails is measured again with more rounds; the second measurement counts,
-both are in the file. Plans that save memory are no choices for speed and left out. Writes
-``results/benchmarks/planner-DEVICE.json``.
+A grid of 200 layers, linear and convolutions, trained and asked, at several batch sizes and ranks. A twin of the layer
+for each plan, told to take it, and the layer itself, which also has to choose, run in turns. A shape that fails is
+measured again with more rounds; the second measurement counts, both are in the file. Plans that save memory are no
+choices for speed and left out. Writes ``results/benchmarks/planner-DEVICE.json``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from record import arguments, claim, write
 from rows import Case, Row, build, call, multiplications
-from timing import check_plans, chosen_plan, interleaved, plan_names, precision, saves_memory
+from timing import check_plans, chosen_plan, measure_rounds, plan_names, precision, saves_memory, summarise
 from torch import Tensor
 
+OWN = "own choice"
 WITHIN = 1.15
 SHARE = 0.9
 SHAPES = {"linear": 120, "conv": 80}
@@ -69,15 +70,18 @@ def with_plan(case: Case, plan: str) -> Callable[[], Tensor]:
     return call(case, twin)
 
 
-def times_of(case: Case, plans: list[str], device: str, rounds: int, at_least: float) -> dict[str, Any]:
-    """The layer's own choice and every plan, in turns; how far its choice is from the best."""
-    calls = {"own choice": call(case, case.layer), **{plan: with_plan(case, plan) for plan in plans}}
-    times = interleaved(calls, rounds=rounds, at_least=at_least, device=device, baseline="own choice")
+def times_of(case: Case, plans: list[str], chosen: str, device: str, rounds: int, at_least: float) -> dict[str, Any]:
+    """The layer as it is and told to take every plan, in turns; how far its choice is from the best plan."""
+    calls = {OWN: call(case, case.layer), **{plan: with_plan(case, plan) for plan in plans}}
+    raw = measure_rounds(calls, rounds=rounds, at_least=at_least, device=device)
+    times = summarise(raw, OWN)
     best = min(plans, key=lambda plan: times[plan]["ratio"])
+    over_best = summarise(raw, best)
     return {
         "seconds": {name: found["seconds"] for name, found in times.items()},
         "best": best,
-        "own_over_best": 1 / times[best]["ratio"],
+        "chosen_over_best": over_best[chosen]["ratio"],
+        "own_over_best": over_best[OWN]["ratio"],
     }
 
 
@@ -86,18 +90,20 @@ def measure(row: Row, device: str, rounds: int, at_least: float) -> dict[str, An
     case = build(row, device)
     with torch.set_grad_enabled(row.training), precision(row.precision):
         plans = [plan for plan in plan_names(case.layer, case.x) if not saves_memory(plan)]
-        chosen = chosen_plan(case.layer, case.x)
+        chosen = chosen_plan(case.layer, case.x) or OWN
+    assert chosen in plans, f"the layer chose {chosen}, which is none of its own plans {plans}"
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
     with torch.set_grad_enabled(row.training), precision(row.precision):
-        found = times_of(case, plans, device, rounds, at_least)
+        found = times_of(case, plans, chosen, device, rounds, at_least)
         measured = [found]
-        if found["own_over_best"] > WITHIN:
-            found = times_of(case, plans, device, AGAIN * rounds, at_least)
+        if max(found["own_over_best"], found["chosen_over_best"]) > WITHIN:
+            found = times_of(case, plans, chosen, device, AGAIN * rounds, at_least)
             measured.append(found)
     return {
         "title": row.title, **asdict(row), "ranks": list(case.layer.ranks), "chosen": chosen, "plans": plans,
-        "measured": measured, "own_over_best": found["own_over_best"], "within": found["own_over_best"] <= WITHIN,
+        "measured": measured, "chosen_over_best": found["chosen_over_best"], "own_over_best": found["own_over_best"],
+        "within": found["chosen_over_best"] <= WITHIN, "own_within": found["own_over_best"] <= WITHIN,
         "largest_error": max(errors.values()),
     }  # fmt: skip
 
@@ -117,10 +123,13 @@ def main() -> None:
         found = measure(row, options.device, rounds, at_least)
         rows.append(found)
         verdict = "" if found["within"] else f"  <- {found['measured'][-1]['best']} is better"
-        print(f"{row.title}: {found['chosen']}, {found['own_over_best']:.2f} of the best{verdict}", flush=True)
-    share = sum(row["within"] for row in rows) / len(rows)
+        print(f"{row.title}: {found['chosen']}, {found['chosen_over_best']:.2f} of the best{verdict}", flush=True)
     what = f"the planner's choice is within {WITHIN - 1:.0%} of the best plan, {len(rows)} layer shapes"
-    write("planner", options, [claim(what, share, SHARE, ">=", "of the shapes")], {"rows": rows})
+    claims = [
+        claim(words, sum(row[key] for row in rows) / len(rows), SHARE, ">=", "of the shapes")
+        for key, words in (("within", what), ("own_within", f"{what}, time to choose included"))
+    ]
+    write("planner", options, claims, {"rows": rows})
 
 
 if __name__ == "__main__":

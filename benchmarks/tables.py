@@ -124,7 +124,9 @@ def peers(report: dict[str, Any]) -> str:
 def planner(report: dict[str, Any]) -> str:
     """The shapes where another plan was clearly better."""
     missed = [row for row in report["rows"] if not row["within"]]
-    rows = [[row["title"], row["chosen"], row["measured"][-1]["best"], f"{row['own_over_best']:.2f}"] for row in missed]
+    rows = [
+        [row["title"], row["chosen"], row["measured"][-1]["best"], f"{row['chosen_over_best']:.2f}"] for row in missed
+    ]
     return table(["not within", "chosen", "best", "time of chosen over best"], rows) if rows else ""
 
 

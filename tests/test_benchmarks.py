@@ -109,6 +109,19 @@ def test_the_planner_grid_has_200_shapes_that_are_always_the_same() -> None:
     assert len(grid("cuda")) == 200
 
 
+@pytest.mark.skipif(not hasattr(bt.TTLinear, "force_plan"), reason="layers without plans")
+def test_every_plan_of_a_shape_is_timed() -> None:
+    from planner import measure
+    from rows import Row
+
+    for row in (Row(64, 64, 2, 8), Row(16, 16, 2, 2, training=False, side=4)):
+        found = measure(row, "cpu", rounds=3, at_least=1e-4)
+        assert found["chosen"] in found["plans"]
+        assert set(found["measured"][0]["seconds"]) == {"own choice", *found["plans"]}
+        assert not any(plan.endswith("recompute") for plan in found["plans"])
+        assert found["chosen_over_best"] >= 1
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_compacted_networks_are_small_enough_and_have_dense_twins(number: int) -> None:
     from inference import NETWORKS, compacted, densified, error
