@@ -5,8 +5,9 @@
 
 A grid of 200 layers, linear and convolutions, trained and asked, at several batch sizes and ranks. A twin of the layer
 for each plan, told to take it, and the layer itself, which also has to choose, run in turns. A shape that fails is
-measured again with more rounds; the second measurement counts, both are in the file. Plans that save memory are no
-choices for speed and left out. Writes ``results/benchmarks/planner-DEVICE.json``.
+measured again with more rounds; the second measurement counts, both are in the file. Plans that are three times slower
+than another in single calls are not timed further; plans that save memory are no choices for speed and left out. Writes
+``results/benchmarks/planner-DEVICE.json``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from record import arguments, claim, write
 from rows import Case, Row, build, call, multiplications
-from timing import check_plans, chosen_plan, measure_rounds, plan_names, precision, saves_memory, summarise
+from timing import check_plans, chosen_plan, measure_rounds, once, plan_names, precision, saves_memory, summarise
 from torch import Tensor
 
 OWN = "own choice"
@@ -31,6 +32,8 @@ SHARE = 0.9
 SHAPES = {"linear": 120, "conv": 80}
 LIMIT = {"cpu": 6e9, "cuda": 4e12}
 """Multiplications of the dense layer's forward pass, above which a shape is left out of the grid."""
+HOPELESS = 3.0
+"""So many times slower than the fastest in single calls, and a plan is not timed further."""
 AGAIN = 4
 """So many times more rounds for a shape that failed."""
 
@@ -70,6 +73,16 @@ def with_plan(case: Case, plan: str) -> Callable[[], Tensor]:
     return call(case, twin)
 
 
+def worth_timing(case: Case, plans: list[str], chosen: str, device: str) -> tuple[list[str], dict[str, float]]:
+    """The plans whose best of some single calls is not hopelessly slow, the chosen one in any case; and those bests."""
+    single = {}
+    for plan in plans:
+        run = with_plan(case, plan)
+        single[plan] = min(once(run, 1, device) for _ in range(3))
+    limit = HOPELESS * min(single.values())
+    return [plan for plan in plans if single[plan] <= limit or plan == chosen], single
+
+
 def times_of(case: Case, plans: list[str], chosen: str, device: str, rounds: int, at_least: float) -> dict[str, Any]:
     """The layer as it is and told to take every plan, in turns; how far its choice is from the best plan."""
     calls = {OWN: call(case, case.layer), **{plan: with_plan(case, plan) for plan in plans}}
@@ -95,6 +108,7 @@ def measure(row: Row, device: str, rounds: int, at_least: float) -> dict[str, An
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
     with torch.set_grad_enabled(row.training), precision(row.precision):
+        plans, single = worth_timing(case, plans, chosen, device)
         found = times_of(case, plans, chosen, device, rounds, at_least)
         measured = [found]
         if max(found["own_over_best"], found["chosen_over_best"]) > WITHIN:
@@ -102,6 +116,7 @@ def measure(row: Row, device: str, rounds: int, at_least: float) -> dict[str, An
             measured.append(found)
     return {
         "title": row.title, **asdict(row), "ranks": list(case.layer.ranks), "chosen": chosen, "plans": plans,
+        "seconds_of_single_calls": single,
         "measured": measured, "chosen_over_best": found["chosen_over_best"], "own_over_best": found["own_over_best"],
         "within": found["chosen_over_best"] <= WITHIN, "own_within": found["own_over_best"] <= WITHIN,
         "largest_error": max(errors.values()),
