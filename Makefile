@@ -1,12 +1,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PEERS := .venv-peers/bin
+PEERS_INSTALLED := .venv-peers/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint results posteriors clean
+.PHONY: help demo test lint results posteriors bench bench-peers bench-gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## your own loop against a dense network, then a small posterior with its report
 	$(BIN)/python examples/own_loop.py
@@ -32,12 +34,37 @@ posteriors: $(INSTALLED) ## run again the posteriors under results/: some minute
 	  --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2 --set fit.compact_from=8 --set prior.warmup_epochs=6
 	$(BIN)/python benchmarks/particles.py --device cuda
 
+bench: $(INSTALLED) ## speed on a CPU: layers, planner, scaling, whole networks; half an hour on an idle machine
+	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/tables.py
+
+bench-peers: $(PEERS_INSTALLED) ## speed against tensorly-torch and torchTT, in an environment of their own
+	$(PEERS)/python benchmarks/peers.py
+	$(PEERS)/python benchmarks/tables.py
+
+bench-gpu: $(INSTALLED) ## speed on a GPU: layers, memory, scaling, planner, training steps; peers where they are found
+	$(BIN)/python benchmarks/layers.py --device cuda
+	$(BIN)/python benchmarks/steps.py --device cuda $(if $(MNIST),--mnist $(MNIST))
+	$(BIN)/python benchmarks/peers.py --device cuda
+	$(BIN)/python benchmarks/planner.py --device cuda
+	$(BIN)/python benchmarks/scaling.py --device cuda
+	$(BIN)/python benchmarks/tables.py
+
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installs again only when the dependencies or their pins changed.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# tensorly-torch does not ask for tensorly by itself; torchTT compiles an extension, and runs without it too.
+$(PEERS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	$(PEERS)/pip install --quiet -c constraints.txt -e . tensorly==0.10.0 tensorly-torch==0.5.0 torchTT==0.5.0
 	@touch $@

@@ -1,0 +1,128 @@
+"""Our layers against the dense ones: time of training and of inference, on a GPU memory too.
+
+    python benchmarks/layers.py                    # linear layers and a convolution, on a CPU
+    python benchmarks/layers.py --device cuda
+
+Dense and ours alternate in one process. Beside each timing outputs and gradients of every plan are compared with the
+full weight in double precision. Writes ``results/benchmarks/layers-DEVICE.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from record import arguments, claim, write
+from rows import CPU_CONVOLUTIONS, CPU_ROWS, GPU_ROWS, Row, build, call, compare, small
+from timing import autocast, cast, forced, interleaved, plan_names, precision, saves_memory, train_call
+from torch import nn
+
+LOW_MEMORY = "low_memory"
+STEPS = 3
+"""Whole training steps whose peak of memory is taken."""
+
+
+def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
+    """Bytes at the peak of some training steps: weights, gradients, Adam's state, input, output and their gradients."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    case = build(row, "cuda")
+    module: nn.Module = case.dense if dense else case.layer
+    x, gradient, layer = case.x, case.gradient, case.layer
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-6)
+    del case
+    if dense:
+        del layer
+    step = train_call(cast(module, row.precision, "cuda"), list(module.parameters()), x, gradient)
+    with thrifty(module, plan), precision(row.precision):
+        for _ in range(STEPS):
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            optimizer.step()
+        torch.cuda.synchronize()
+        highest = torch.cuda.max_memory_allocated()
+    return {"bytes": highest - before, "bytes_of_input": x.numel() * x.element_size()}
+
+
+@contextmanager
+def thrifty(layer: Any, how: str | None) -> Iterator[None]:
+    """Where a layer can be asked to save memory, it is; else it is told the plan."""
+    if how != LOW_MEMORY:
+        with forced(layer, how):
+            yield
+        return
+    layer.low_memory = True
+    yield
+    layer.low_memory = False
+
+
+def low_memory_plans(row: Row) -> list[str]:
+    """The ways to save memory that the layer has."""
+    case = build(row, "cuda")
+    if hasattr(case.layer, LOW_MEMORY):
+        return [LOW_MEMORY]
+    with autocast(row.precision, "cuda"):
+        return [plan for plan in plan_names(case.layer, case.x) if saves_memory(plan)]
+
+
+def memory(row: Row) -> dict[str, Any]:
+    """Peaks of dense, of our own choice and of each low-memory plan, and how slow the best of those is."""
+    dense, ours = peak(row, True, None), peak(row, False, None)
+    saving = {plan: peak(row, False, plan) for plan in low_memory_plans(row)}
+    found: dict[str, Any] = {
+        "title": row.title,
+        "dense": dense,
+        "ours": ours,
+        "low_memory": saving,
+        "ratio": ours["bytes"] / dense["bytes"],
+        "ratio_without_input": _without_input(ours, dense),
+    }
+    if saving:
+        best = min(saving, key=lambda plan: saving[plan]["bytes"])
+        found["low_memory_plan"] = best
+        found["low_memory_ratio"] = saving[best]["bytes"] / dense["bytes"]
+        found["low_memory_ratio_without_input"] = _without_input(saving[best], dense)
+        found["low_memory_time"] = time_of_plan(row, best)
+    return found
+
+
+def _without_input(one: dict[str, int], other: dict[str, int]) -> float:
+    return (one["bytes"] - one["bytes_of_input"]) / (other["bytes"] - other["bytes_of_input"])
+
+
+def time_of_plan(row: Row, plan: str) -> dict[str, Any]:
+    """The forced plan against dense."""
+    case = build(row, "cuda")
+    calls = {name: call(case, module) for name, module in (("dense", case.dense), ("ours", case.layer))}
+    with thrifty(case.layer, plan), precision(row.precision):
+        return interleaved(calls, rounds=11, device="cuda")["ours"]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    options = parser.parse_args()
+    rows = GPU_ROWS if options.device == "cuda" else (*CPU_ROWS, *CPU_CONVOLUTIONS)
+    rounds, at_least = options.rounds, 2e-2
+    if options.quick:
+        rows, rounds, at_least = tuple(dict.fromkeys(map(small, rows))), min(rounds, 5), 1e-3
+    measured, claims = [], []
+    for row in rows:
+        found = compare(row, options.device, rounds, at_least)
+        measured.append(found)
+        claims.append(claim(row.title, found["ratio"], row.target))
+        print(f"{row.title}: {found['ratio']:.2f} of dense, plan {found['plan']}", flush=True)
+    memories = []
+    if options.device == "cuda":
+        for row in rows:
+            found = memory(row)
+            memories.append(found)
+            claims.append(claim(f"peak memory, {row.title}", found["ratio"], 1.0))
+            if "low_memory_ratio" in found:
+                claims.append(claim(f"peak memory of a low-memory plan, {row.title}", found["low_memory_ratio"], 0.6))
+    write("layers", options, claims, {"rows": measured, "memory": memories})
+
+
+if __name__ == "__main__":
+    main()
