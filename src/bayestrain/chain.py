@@ -49,14 +49,24 @@ def multiply(x: Tensor, chain: Sequence[Factor], batch_last: bool) -> Tensor:
     return state.reshape(-1, len(x)).mT if batch_last else state.reshape(len(x), -1)
 
 
-def states(x: Tensor, chain: Sequence[Factor], batch_last: bool) -> list[Tensor]:
-    """What goes into every product, and what comes out of the last."""
+def states(
+    x: Tensor, chain: Sequence[Factor], batch_last: bool, into: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """What goes into every product, and what comes out of the last; `into` is memory for what comes out of each."""
     state, rows, found = (x.mT, 1, []) if batch_last else (x, len(x), [])
-    for matrix, batch in chain:
+    for (matrix, batch), memory in zip(chain, into or [None] * len(chain), strict=True):
         state = state.reshape(rows * batch, matrix.shape[1], -1)
         found.append(state)
-        state = _product(matrix, state)
+        state = _product(matrix, state, memory)
     return [*found, state]
+
+
+def sizes(inputs: int, chain: Sequence[Factor]) -> list[int]:
+    """How many numbers go into every product and come out of the last, for one row of the batch."""
+    found = [inputs]
+    for matrix, _ in chain:
+        found.append(found[-1] // matrix.shape[1] * matrix.shape[0])
+    return found
 
 
 def multiply_blocks(
@@ -80,29 +90,46 @@ def dense_blocks(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, ou
     return y
 
 
-def _product(matrix: Tensor, state: Tensor) -> Tensor:
-    """`matrix` ``(n, K)`` times every slice of `state` ``(batch, K, N)``."""
-    if state.shape[2] == 1:
-        return (state.squeeze(2) @ matrix.mT).unsqueeze(2)
-    if len(state) == 1:
-        return (matrix @ state.squeeze(0)).unsqueeze(0)
-    return torch.bmm(matrix.expand(len(state), -1, -1), state)
+def _product(matrix: Tensor, state: Tensor, into: Tensor | None = None) -> Tensor:
+    """`matrix` ``(n, K)`` times every slice of `state` ``(batch, K, N)``, perhaps in the memory of a flat `into`."""
+    batch, _, columns = state.shape
+    out = None if into is None else into[: batch * len(matrix) * columns].view(batch, len(matrix), columns)
+    if columns == 1:
+        return torch.mm(state.squeeze(2), matrix.mT, out=None if out is None else out.squeeze(2)).unsqueeze(2)
+    if batch == 1:
+        return torch.mm(matrix, state.squeeze(0), out=None if out is None else out.squeeze(0)).unsqueeze(0)
+    return torch.bmm(matrix.expand(batch, -1, -1), state, out=out)
 
 
-def _add_outer(total: Tensor, gradient: Tensor, state: Tensor) -> None:
-    """Add the sum over slices of ``gradient @ state^T`` to `total`, which may be of a higher precision."""
-    if state.shape[2] == 1:
-        gradient, state = gradient.mT, state.mT
-        gradient, state = gradient.reshape(-1, gradient.shape[2]).mT, state.reshape(-1, state.shape[2]).mT
-    elif len(state) == 1:
-        gradient, state = gradient.squeeze(0), state.squeeze(0)
-    else:
-        total += torch.bmm(gradient, state.mT).sum(0)
-        return
-    if total.dtype == state.dtype:
-        total.addmm_(gradient, state.mT)
-    else:
-        total += gradient @ state.mT
+class _Outer:
+    """Adds up ``gradient @ state^T`` over slices and blocks of the batch, in single precision at least."""
+
+    def __init__(self, matrix: Tensor, slices: int) -> None:
+        self.dtype = matrix.dtype
+        shape = (slices, *matrix.shape) if slices > 1 else matrix.shape
+        self.total = torch.zeros(shape, dtype=torch.promote_types(self.dtype, torch.float32), device=matrix.device)
+
+    def add(self, gradient: Tensor, state: Tensor) -> None:
+        """`gradient` ``(batch, n, N)`` and `state` ``(batch, K, N)``."""
+        exact = self.total.dtype == state.dtype
+        if state.shape[2] == 1:
+            gradient, state = gradient.squeeze(2).mT, state.squeeze(2).mT
+        elif len(state) == 1:
+            gradient, state = gradient.squeeze(0), state.squeeze(0)
+        elif self.total.ndim == 3 and exact:
+            self.total.baddbmm_(gradient, state.mT)
+            return
+        else:
+            self.total += torch.bmm(gradient, state.mT).sum(0)
+            return
+        if exact:
+            self.total.addmm_(gradient, state.mT)
+        else:
+            self.total += gradient @ state.mT
+
+    def sum(self) -> Tensor:
+        """The gradient of the matrix."""
+        return (self.total.sum(0) if self.total.ndim == 3 else self.total).to(self.dtype)
 
 
 def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
@@ -122,12 +149,16 @@ class _ChainBlocks(torch.autograd.Function):
         chain = [Factor(*pair) for pair in zip(matrices, batches, strict=True)]
         saved: list[Tensor] = []
         ctx.kept = not recompute and any(ctx.needs_input_grad)
+        *_, ctx.inside = numbers = sizes(x.shape[1], chain)
+        # What is not saved goes to the same memory for every block, which is then in the cache.
+        into = [x.new_empty(number * min(block, len(x))) for number in numbers[1:]]
         for rows in _row_blocks(len(x), block):
             part = x[rows]
-            *inputs, out = states(part, chain, batch_last)
+            *inputs, out = states(
+                part, chain, batch_last, [*([None] * (len(chain) - 1)), into[-1]] if ctx.kept else into
+            )
             saved += inputs if ctx.kept else []
             out = out.reshape(-1, len(part)).mT if batch_last else out.reshape(len(part), -1)
-            ctx.inside = out.shape[1]
             if bias is None:
                 y[rows].copy_(out[:, :outputs])
             else:
@@ -152,24 +183,29 @@ class _ChainBlocks(torch.autograd.Function):
             return gx, gb, None, None, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
         gx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        totals = [torch.zeros_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in matrices]
+        most = min(ctx.block, len(x))
+        outer = [_Outer(matrix, batch if last else 1) for matrix, batch in chain]
+        numbers = [most * number for number in sizes(x.shape[1], chain)]
+        into = [x.new_empty(number) for number in ([] if ctx.kept else numbers[1:-1])]
+        down = [x.new_empty(number) for number in numbers]  # gradients of the states
         for number, rows in enumerate(_row_blocks(len(x), ctx.block)):
             part, g = x[rows], gradient[rows]
-            inputs = saved[number * count : (number + 1) * count] if ctx.kept else states(part, chain[:-1], last)
+            inputs = saved[number * count : (number + 1) * count] if ctx.kept else states(part, chain[:-1], last, into)
             if ctx.inside > ctx.outputs:
                 g = F.pad(g, (0, ctx.inside - ctx.outputs))
-            g = g.mT if last else g
+            if last:
+                g = down[-1][: g.numel()].view(ctx.inside, len(part)).copy_(g.mT)
             for k in reversed(range(count)):
                 matrix, batch = chain[k]
-                shape = (batch if last else len(part) * batch, -1)
-                g = g.reshape(shape[0], matrix.shape[0], -1)
-                _add_outer(totals[k], g, inputs[k].reshape(shape[0], matrix.shape[1], -1))
+                slices = batch if last else len(part) * batch
+                g = g.reshape(slices, matrix.shape[0], -1)
+                outer[k].add(g, inputs[k].reshape(slices, matrix.shape[1], -1))
                 if k or gx is not None:
-                    g = _product(matrix.mT, g)
+                    g = _product(matrix.mT, g, down[k])
             if gx is not None:
                 gx[rows].copy_(g.reshape(-1, len(part)).mT if last else g.reshape(len(part), -1))
         gb = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
-        return gx, gb, None, None, None, None, None, *(t.to(m.dtype) for t, m in zip(totals, matrices, strict=True))
+        return gx, gb, None, None, None, None, None, *(total.sum() for total in outer)
 
 
 class _DenseBlocks(torch.autograd.Function):
