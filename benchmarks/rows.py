@@ -85,7 +85,7 @@ GPU_ROWS = tuple(
     for row in (
         replace(LARGE, target=1.6),
         replace(LARGE, rank=4, target=0.8),
-        Row(8192, 8192, 8, 4096, target=0.5),
+        Row(8192, 8192, 8, 4096, modes=((8, 8, 8, 16), (16, 8, 8, 8)), target=0.5),
         LINEAR,
     )
 )

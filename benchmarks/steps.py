@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from bayestrain import count_parameters, models
 from bayestrain.errors import BayesTrainError
+from bayestrain.forming import FormTogether
 from bayestrain.posterior import Posterior, independent
 from bayestrain.prior import RankPrior
 from bayestrain.train import toml
@@ -49,6 +50,7 @@ class Step:
 
     def __init__(self, model: nn.Module, prior: RankPrior | None, x: Tensor, y: Tensor, kind: str) -> None:
         self.model, self.prior, self.x, self.y = model.train(), prior, x, y
+        self.forming = FormTogether(model)
         self.forward = cast(model, kind, x.device.type)
         on_gpu = x.device.type == "cuda"
         rate = torch.tensor(1e-5, device=x.device) if on_gpu else 1e-5
@@ -60,7 +62,8 @@ class Step:
     def advance(self) -> Tensor:
         """One step."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(self.forward(self.x).float(), self.y)
+        with self.forming():
+            loss = F.cross_entropy(self.forward(self.x).float(), self.y)
         loss.backward()
         if self.prior is not None:
             self.prior.steps = 0  # no alignment here: it is rare, and no work for a graph

@@ -305,7 +305,7 @@ def best_linear(
     costs = linear_costs(shape, task, machine)
     if forced is not None:
         return _named(costs, forced, task)
-    limit = KEPT_WEIGHTS * math.prod(shape.outs) * math.prod(shape.ins) * task.itemsize
+    limit = KEPT_WEIGHTS * 4 * math.prod(shape.outs) * math.prod(shape.ins)  # optimisers work in single precision
     for cost in costs:
         if cost.saved <= limit and (cost.plan.recompute or not (low_memory and task.training)):
             return cost.plan
