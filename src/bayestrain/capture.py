@@ -82,10 +82,14 @@ class RecordedStep:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device):
             torch.cuda.synchronize()
-            stream = torch.cuda.current_stream()
+            stream, generator = torch.cuda.current_stream(), torch.cuda.default_generators[torch.cuda.current_device()]
+            random = generator.clone_state()
             try:
                 with torch.cuda.graph(self.graph):
                     self.results = step(self.x, self.y)
+            except RuntimeError:
+                generator.graphsafe_set_state(random)  # its own still waits for the recording
+                raise
             finally:
                 torch.cuda.set_stream(stream)  # a recording that fails does not leave its own
 

@@ -151,18 +151,22 @@ class _ChainBlocks(torch.autograd.Function):
         ctx.kept = not recompute and any(ctx.needs_input_grad)
         *_, ctx.inside = numbers = sizes(x.shape[1], chain)
         # What is not saved goes to the same memory for every block, which is then in the cache.
-        into = [x.new_empty(number * min(block, len(x))) for number in numbers[1:]]
+        direct = not batch_last and ctx.inside == outputs
+        needed = [not ctx.kept] * (len(chain) - 1) + [not direct]
+        into = [x.new_empty(need * n * min(block, len(x))) for need, n in zip(needed, numbers[1:], strict=True)]
         for rows in _row_blocks(len(x), block):
             part = x[rows]
-            *inputs, out = states(
-                part, chain, batch_last, [*([None] * (len(chain) - 1)), into[-1]] if ctx.kept else into
-            )
+            memory: list[Tensor | None] = [None if ctx.kept else scratch for scratch in into]
+            memory[-1] = y[rows].view(-1) if direct else into[-1]
+            *inputs, out = states(part, chain, batch_last, memory)
             saved += inputs if ctx.kept else []
-            out = out.reshape(-1, len(part)).mT if batch_last else out.reshape(len(part), -1)
-            if bias is None:
-                y[rows].copy_(out[:, :outputs])
-            else:
-                torch.add(out[:, :outputs], bias, out=y[rows])
+            if not direct:
+                out = out.reshape(-1, len(part)).mT if batch_last else out.reshape(len(part), -1)
+                out = (
+                    y[rows].copy_(out[:, :outputs]) if bias is None else torch.add(out[:, :outputs], bias, out=y[rows])
+                )
+            elif bias is not None:
+                y[rows] += bias
         ctx.save_for_backward(x, bias, *matrices, *saved)
         ctx.outputs, ctx.batch_last, ctx.block, ctx.batches = outputs, batch_last, block, batches
         return y
@@ -182,12 +186,13 @@ class _ChainBlocks(torch.autograd.Function):
             gx, gb, *rest = _again(plain, [x, bias, *matrices], gradient)
             return gx, gb, None, None, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
-        gx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        gx = x.new_empty(x.shape) if ctx.needs_input_grad[0] else None
         most = min(ctx.block, len(x))
         outer = [_Outer(matrix, batch if last else 1) for matrix, batch in chain]
         numbers = [most * number for number in sizes(x.shape[1], chain)]
         into = [x.new_empty(number) for number in ([] if ctx.kept else numbers[1:-1])]
-        down = [x.new_empty(number) for number in numbers]  # gradients of the states
+        down = [x.new_empty(number if last or 0 < k < count else 0) for k, number in enumerate(numbers)]
+        """Memory for the gradients of the states."""
         for number, rows in enumerate(_row_blocks(len(x), ctx.block)):
             part, g = x[rows], gradient[rows]
             inputs = saved[number * count : (number + 1) * count] if ctx.kept else states(part, chain[:-1], last, into)
@@ -201,9 +206,9 @@ class _ChainBlocks(torch.autograd.Function):
                 g = g.reshape(slices, matrix.shape[0], -1)
                 outer[k].add(g, inputs[k].reshape(slices, matrix.shape[1], -1))
                 if k or gx is not None:
-                    g = _product(matrix.mT, g, down[k])
-            if gx is not None:
-                gx[rows].copy_(g.reshape(-1, len(part)).mT if last else g.reshape(len(part), -1))
+                    g = _product(matrix.mT, g, gx[rows].view(-1) if gx is not None and not (k or last) else down[k])
+            if gx is not None and last:
+                gx[rows].copy_(g.reshape(-1, len(part)).mT)
         gb = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
         return gx, gb, None, None, None, None, None, *(total.sum() for total in outer)
 

@@ -17,11 +17,11 @@ from bayestrain.errors import ConfigError
 MAX_CUTS = 64
 """Chains that are looked at per side; trains of very many cores have more."""
 
-KEPT_WEIGHTS = 3.0
+KEPT_WEIGHTS = 4.0
 """States between products are saved for the backward pass while they are at most so many times the dense weight, which
-is what gradients and an optimiser's two moments would take for a dense layer; else they are computed again."""
+is what weight, gradient and an optimiser's two moments would take for a dense layer; else they are computed again."""
 
-DENSE_BLOCKS = 8
+DENSE_BLOCKS = 32
 """The low-memory dense plan forms the weight in so many blocks."""
 
 
@@ -35,7 +35,8 @@ class Machine:
         launch: seconds that any operation takes at least.
         half: a product with a dimension of this size reaches half the rate.
         slice: seconds for each slice of a batched product.
-        state: bytes of a chain's widest state in one block of the batch; 0 for no blocks unless memory is short.
+        state: bytes of a chain's widest state in one block of the batch.
+        thrifty_state: the same where blocks are there to save memory.
         batch_last_from: rows from which on a chain has the batch as its last axis.
         conv_rate, conv_half: as `rate` and `half`, for convolutions.
         conv_block: convolutions compute their output channels in blocks of so many.
@@ -47,6 +48,7 @@ class Machine:
     half: float
     slice: float
     state: int
+    thrifty_state: int
     batch_last_from: int
     conv_rate: float
     conv_half: float
@@ -57,14 +59,11 @@ class Machine:
         return replace(self, rate=self.rate * times, conv_rate=self.conv_rate * times)
 
 
-CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 6.0, 3e-7, 1 << 20, 16, 9.5e10, 4.0, 16)
+CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 6.0, 3e-7, 1 << 20, 1 << 20, 16, 9.5e10, 4.0, 16)
 """One thread of a server's CPU (AMD EPYC), single precision."""
 
-CUDA = Machine(3.3e14, 3.5e12, 3e-6, 48.0, 2e-9, 0, 1 << 62, 2e14, 32.0, 8)
+CUDA = Machine(3.3e14, 3.5e12, 3e-6, 48.0, 2e-9, 64 << 20, 16 << 20, 1 << 62, 2e14, 32.0, 8)
 """An NVIDIA H200 with TF32, operations launched by a CUDA graph."""
-
-LOW_MEMORY_STATE = 64 << 20
-"""Bytes of a block's widest state where blocks are there to save memory, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -254,9 +253,7 @@ def _chain_cost(
 
 def _block(state: int, task: Task, machine: Machine, recompute: bool) -> int:
     """Rows of the batch at a time: a power of two, at least 16, whose states of `state` bytes a row fit."""
-    room = machine.state or (LOW_MEMORY_STATE if recompute else 0)
-    if not room:
-        return task.rows
+    room = machine.thrifty_state if recompute else machine.state
     return min(task.rows, 1 << max(4, (room // state).bit_length() - 1))
 
 
