@@ -27,7 +27,7 @@ from bayestrain import count_parameters, models
 from bayestrain.errors import BayesTrainError
 from bayestrain.forming import FormTogether
 from bayestrain.posterior import Posterior, independent
-from bayestrain.prior import RankPrior
+from bayestrain.prior import Gradients, RankPrior
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig
 from bayestrain.train.experiment import tensorize
@@ -55,23 +55,38 @@ class Step:
         on_gpu = x.device.type == "cuda"
         rate = torch.tensor(1e-5, device=x.device) if on_gpu else 1e-5
         self.optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=on_gpu)
+        self.side = torch.cuda.Stream() if on_gpu and prior is not None else None
         self.take: Callable[[], object] = self.advance
         if on_gpu:
             self.take = self.capture()
 
     def advance(self) -> Tensor:
-        """One step."""
+        """One step, as `bayestrain.fit` takes it: the prior beside the network, on a GPU in a stream of its own."""
         self.optimizer.zero_grad(set_to_none=True)
+        added = self._prior() if self.side is None else self._prior_beside(self.side)
         with self.forming():
             loss = F.cross_entropy(self.forward(self.x).float(), self.y)
         loss.backward()
-        if self.prior is not None:
-            self.prior.steps = 0  # no alignment here: it is rare, and no work for a graph
-            self.prior.add_gradients_(self.prior.weight)
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+        if added is not None:
+            added.add_()
         self.optimizer.step()
         if self.prior is not None:
-            self.prior.step()
+            self.prior.step(move=False)
         return loss
+
+    def _prior(self) -> Gradients | None:
+        if self.prior is None:
+            return None
+        self.prior.steps = 0  # no alignment here: it is rare, and no work for a graph
+        self.prior.move_lambdas_()
+        return self.prior.gradients(self.prior.weight)
+
+    def _prior_beside(self, side: torch.cuda.Stream) -> Gradients | None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            return self._prior()
 
     def capture(self) -> Callable[[], object]:
         """The step as a CUDA graph."""

@@ -151,7 +151,7 @@ def test_add_gradients_is_autograd_of_the_loss(weight: Tensor | float | None, ki
     for i, parameter in enumerate(model.parameters()):  # some have a gradient already
         parameter.grad = torch.ones_like(parameter) if i % 2 and parameter.requires_grad else None
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    found = prior.add_gradients_(weight)
+    found = prior.gradients(weight).add_()
     assert not found.requires_grad
     torch.testing.assert_close(found, expected.detach(), **CLOSE)
     for name, parameter in model.named_parameters():
@@ -178,7 +178,7 @@ def test_gradients_of_tied_cores_and_tied_layers_add_up() -> None:
     for grad in (None, 1.0):
         for p in model.parameters():
             p.grad = None if grad is None else torch.full_like(p, grad)
-        prior.add_gradients_()
+        prior.gradients().add_()
         for p, expected in zip(model.parameters(), slow, strict=True):
             torch.testing.assert_close(p.grad, expected + (grad or 0.0), **CLOSE)
 
@@ -233,7 +233,7 @@ def test_half_precision_steps() -> None:
     prior = bt.RankPrior(model, NUM_DATA, hold_scale=["0", "1"])
     exact = copy.deepcopy(model).double()
     slow_prior = bt.RankPrior(exact, NUM_DATA, hold_scale=["0", "1"])
-    loss = prior.add_gradients_()
+    loss = prior.gradients().add_()
     torch.testing.assert_close(loss.double(), slow_prior.loss().detach(), rtol=1e-3, atol=0)
     assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
     prior.step()
@@ -376,7 +376,7 @@ def operations(layers: int) -> dict[str, int]:
     prior.step()
     prior.loss().backward()
     found = {}
-    for name in ("log_prob", "add_gradients_", "step"):
+    for name in ("log_prob", "gradients", "step"):
         with Counter() as counter, torch.no_grad():
             getattr(prior, name)()
         found[name] = counter.count

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,19 @@ from bayestrain.layers.base import own_precision
 from bayestrain.sizes import tt_layers
 
 UPDATES = ("newton", "gradient")
+
+
+class Gradients(NamedTuple):
+    """A prior's loss and the gradients of it."""
+
+    loss: Tensor
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+
+    def add_(self) -> Tensor:
+        """Add the gradients to the parameters' ``grad``; returns the loss."""
+        add_to_gradients_(self.parameters, self.gradients)
+        return self.loss
 
 
 class RankPrior:
@@ -151,27 +164,38 @@ class RankPrior:
         return self.log_prob() * (-self.current_weight / self.num_data)
 
     @torch.no_grad()
-    def add_gradients_(self, weight: Tensor | float | None = None) -> Tensor:
-        """Add the gradient of `loss` to every parameter's ``grad``, for a loop without `loss`; returns the loss.
+    def gradients(self, weight: Tensor | float | None = None) -> Gradients:
+        """The loss, and its gradients in closed form, for a loop without `loss`: ``prior.gradients().add_()``.
 
         `weight` stands in for `current_weight`: a tensor, where a captured step must see it change.
         """
         scale = (self.current_weight if weight is None else weight) / self.num_data
-        terms = []
+        terms, parameters, gradients = [], [], []
         for group in self._groups.now():
             flat, u = join(group.cores), join(group.log_lambdas)
             precision = group.bonds.precision(u)
             terms.append(group.bonds.log_prob(flat, precision, u, self.a, self.b))
             gradient = (flat * precision * scale).to(group.cores[0].dtype)
-            add_to_gradients_(group.cores, pieces(gradient, group.cores))
+            parameters += group.cores
+            gradients += pieces(gradient, group.cores)
         if others := self._others():
             terms.append(normal_log_prob(others, self.other_variance))
-            add_to_gradients_(others, torch._foreach_mul(others, scale / self.other_variance))
-        return torch.stack([term.to(terms[0].device) for term in terms]).sum() * -scale
+            parameters += others
+            gradients += torch._foreach_mul(others, scale / self.other_variance)
+        loss = torch.stack([term.to(terms[0].device) for term in terms]).sum() * -scale
+        return Gradients(loss, parameters, gradients)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """After the optimiser's step: move every lambda, keep its floor, hold the scales that are free."""
+    def move_lambdas_(self) -> None:
+        """Move every lambda towards where the cores want it; a part of `step` for loops that do it elsewhere."""
+        for group in self._groups.now():
+            with own_precision(group.cores[0]):
+                u = group.bonds.moved(join(group.cores), join(group.log_lambdas), self._move, self.a, self.floor)
+                copy_(group.log_lambdas, pieces(u, group.log_lambdas))
+
+    @torch.no_grad()
+    def step(self, move: bool = True) -> None:
+        """After the optimiser's step: hold the scales that are free, then move every lambda unless told not to."""
         align = self.aligns_next
         self.steps += 1
         for group in self._groups.now():
@@ -179,8 +203,8 @@ class RankPrior:
                 group.hold_scale_(self.held)
                 for name in self._trained.intersection(group.layers) if align else ():
                     self._align(self.layers[name])
-                u = group.bonds.moved(join(group.cores), join(group.log_lambdas), self._move, self.a, self.floor)
-                copy_(group.log_lambdas, pieces(u, group.log_lambdas))
+        if move:
+            self.move_lambdas_()
 
     def _move(self, u: Tensor, linear: Tensor, inverse: Tensor, inverse_square: Tensor) -> Tensor:
         if self.update == "newton":
@@ -251,16 +275,15 @@ class NormalPrior:
         return self.log_prob() * (-self.current_weight / self.num_data)
 
     @torch.no_grad()
-    def add_gradients_(self, weight: Tensor | float | None = None) -> Tensor:
-        """Add the gradient of `loss` to every parameter's ``grad``, for a loop without `loss`; returns the loss.
-
-        `weight` stands in for `current_weight`: a tensor, where a captured step must see it change.
-        """
+    def gradients(self, weight: Tensor | float | None = None) -> Gradients:
+        """As for `RankPrior`."""
         scale, chosen = (self.current_weight if weight is None else weight) / self.num_data, self._chosen()
-        add_to_gradients_(chosen, torch._foreach_mul(chosen, scale / self.variance))
-        return normal_log_prob(chosen, self.variance) * -scale
+        return Gradients(self.log_prob() * -scale, chosen, [*torch._foreach_mul(chosen, scale / self.variance)])
 
-    def step(self) -> None:
+    def move_lambdas_(self) -> None:
+        """There are none."""
+
+    def step(self, move: bool = True) -> None:  # noqa: ARG002
         """After the optimiser's step: nothing to move."""
         self.steps += 1
 

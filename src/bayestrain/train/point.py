@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Point(Subject):
         self.channels_last = wants_channels_last(model, device)
         self._weight: Tensor | None = torch.zeros((), device=device) if device.type == "cuda" else None
         """The prior's weight of this step, where a captured step reads it."""
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
@@ -62,24 +63,45 @@ class Point(Subject):
         return numbers
 
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
-        """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph."""
+        """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph.
+
+        Lambda moves at the beginning, not at the end as in a loop of one's own: the prior then needs nothing that the
+        network computes, and the two run side by side on a GPU.
+        """
         self.model.train()
+        with self._beside():
+            prior = None
+            if self.prior is not None:
+                self.prior.move_lambdas_()
+                prior = self.prior.gradients(self._weight)
         with products(self.config.precision, self.device):
             with lowered(self.config.precision, self.device), self.forming():
                 outputs = self.model(self.arrange(x))
             data = self.loss(outputs.float(), y)
             data.backward()
         data = data.detach()
-        prior = self.prior.add_gradients_(self._weight) if self.prior is not None else torch.zeros_like(data)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        prior_loss = torch.zeros_like(data) if prior is None else prior.add_()
         if self.config.clip_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.prior is not None:
-            self.prior.step()
+            self.prior.step(move=False)
         with torch.no_grad():
             right = (outputs.argmax(1) == y).float().mean() if outputs.ndim == 2 else torch.zeros_like(data)
-            return (torch.stack([data, prior, right]),)
+            return (torch.stack([data, prior_loss, right]),)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU, a stream of its own that begins where the step does."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
 
     def set_rate(self, lr: float) -> None:
         set_lr(self.optimizer, lr)
