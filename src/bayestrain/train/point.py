@@ -143,7 +143,8 @@ class Point(Subject):
         return self.model
 
     def mend(self) -> list[str]:
-        if not all(bool(torch.isfinite(value).all()) for value in self.model.state_dict().values()):
+        # The prior is made of squares: weights so large that these are infinite are lost as well.
+        if not all(bool(torch.isfinite(value.square().sum())) for value in self.model.state_dict().values()):
             raise TrainingError("a weight")
         return []
 
