@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from timing import (
     autocast,
+    captured,
     cast,
     check,
     check_plans,
@@ -157,12 +158,16 @@ def compare(row: Row, device: str, rounds: int, at_least: float = 5e-3) -> dict[
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
         exact = reference_with_grad(case.dense, case.x, case.gradient)
-        with autocast(row.precision, device):
+        with precision(row.precision), autocast(row.precision, device):
             plan = chosen_plan(case.layer, case.x)
         with precision(row.precision):
             dense_error = check(case.dense, case.x, case.gradient, row.precision, device, exact)
             calls = {name: call(case, module) for name, module in modules.items()}
             times = interleaved(calls, rounds=rounds, at_least=at_least, device=device)
+            replayed = None
+            if device == "cuda":
+                graphs = {name: captured(made) for name, made in calls.items()}
+                replayed = interleaved(graphs, rounds=rounds, at_least=at_least, device=device)
     del exact
     return {
         "title": row.title,
@@ -173,6 +178,8 @@ def compare(row: Row, device: str, rounds: int, at_least: float = 5e-3) -> dict[
         "plan": plan,
         "times": times,
         "ratio": times["ours"]["ratio"],
+        "captured_times": replayed,
+        "captured_ratio": replayed["ours"]["ratio"] if replayed else None,
         "largest_error_of_plans": errors,
         "error_of_dense": dense_error,
     }
