@@ -33,18 +33,20 @@ class Machine:
         rate: operations per second of large matrix products.
         bandwidth: bytes per second of a copy, read and write counted.
         launch: seconds that any operation takes at least.
+        link: seconds that every product of a chain takes beyond that.
         half: a product with a dimension of this size reaches half the rate.
         slice: seconds for each slice of a batched product.
         state: bytes of a chain's widest state in one block of the batch.
         thrifty_state: the same where blocks are there to save memory.
         batch_last_from: rows from which on a chain has the batch as its last axis.
-        conv_rate, conv_half: as `rate` and `half`, for convolutions.
+        conv_rate, conv_half, conv_launch: as `rate`, `half` and `launch`, for convolutions.
         conv_block: convolutions compute their output channels in blocks of so many.
     """
 
     rate: float
     bandwidth: float
     launch: float
+    link: float
     half: float
     slice: float
     state: int
@@ -52,6 +54,7 @@ class Machine:
     batch_last_from: int
     conv_rate: float
     conv_half: float
+    conv_launch: float
     conv_block: int
 
     def faster(self, times: float) -> "Machine":
@@ -59,10 +62,10 @@ class Machine:
         return replace(self, rate=self.rate * times, conv_rate=self.conv_rate * times)
 
 
-CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 6.0, 3e-7, 1 << 20, 1 << 20, 16, 9.5e10, 4.0, 16)
+CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 1.2e-5, 6.0, 3e-7, 1 << 20, 1 << 20, 16, 9.5e10, 4.0, 3e-5, 16)
 """One thread of a server's CPU (AMD EPYC), single precision."""
 
-CUDA = Machine(3.3e14, 3.5e12, 3e-6, 48.0, 2e-9, 64 << 20, 16 << 20, 1 << 62, 2e14, 32.0, 8)
+CUDA = Machine(3.3e14, 3.5e12, 3e-6, 2e-6, 48.0, 2e-9, 64 << 20, 16 << 20, 1 << 62, 2e14, 32.0, 3e-6, 8)
 """An NVIDIA H200 with TF32, operations launched by a CUDA graph."""
 
 
@@ -245,6 +248,7 @@ def _chain_cost(
         tally.copy(transposed * block, blocks)
         if task.training:
             tally.copy((outputs + inputs) * block, blocks)
+    tally.seconds += machine.link * len(steps) * blocks * (3 if task.training else 1)
     saved = sum(states[1:]) + (inputs if side == "left" and last else 0)
     saved_bytes = 0.0 if recompute or not task.training else float(saved * task.rows * task.itemsize)
     plan = Plan("chain", side, cuts, recompute, block, last)
@@ -345,7 +349,7 @@ def _blocks_of(machine: Machine, channels: int) -> int:
 
 
 def _convolving(machine: Machine) -> Machine:
-    return replace(machine, rate=machine.conv_rate, half=machine.conv_half)
+    return replace(machine, rate=machine.conv_rate, half=machine.conv_half, launch=machine.conv_launch)
 
 
 def _merge(tally: _Tally, sizes: Sequence[int], ranks: Sequence[int], times: float) -> None:

@@ -201,7 +201,8 @@ class TTConv2d(TTLayer):
     @staticmethod
     def _in_format(x: Tensor, kernel: Tensor) -> Tensor:
         """The kernel in the memory format of the input, which decides that of the output."""
-        return kernel if _channels_last(x) else kernel.contiguous()
+        # A 1x1 kernel is contiguous in both formats; only its strides tell them apart.
+        return kernel if _channels_last(x) else kernel.reshape(len(kernel), -1).view(kernel.shape)
 
     def plan_costs(self, x: Tensor) -> list[Cost]:
         """Both ways to convolve this input, with their predicted costs, cheapest first."""
