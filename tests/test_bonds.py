@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_kit import relative_error
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.func import functional_call, vmap
@@ -100,29 +101,40 @@ def slow_hold(layer: TTLayer, norms: list[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def slow_step(model: nn.Module, prior: bt.RankPrior) -> None:
-    """Every layer for itself: its scale, then its odd bonds one by one, then its even ones."""
+def slow_sweep(layer: TTLayer, prior: bt.RankPrior, update: str) -> None:
+    """The odd bonds one by one, then the even ones."""
+    cores, us, gone = list(layer.cores), layer.rank_state.log_lambdas, layer.rank_state.dropped
+    energies = shrinkage.slice_energies(cores)
+    sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
+    for bond in [*range(1, len(cores), 2), *range(2, len(cores), 2)]:
+        terms = shrinkage.conditional(energies, sizes, us, bond, prior.a, gone)
+        if update == "newton":
+            moved = shrinkage.newton_step(us[bond - 1], *terms, prior.b)
+        else:
+            moved = shrinkage.gradient_step(us[bond - 1], *terms, prior.b, prior.rate)
+        us[bond - 1].copy_(shrinkage.apply_floor(moved, prior.floor))
+
+
+@torch.no_grad()
+def slow_step(model: nn.Module, prior: bt.RankPrior, align: bool = False) -> None:
+    """Every layer for itself: its scale, its alignment with ten sweeps of Newton steps, then its lambda."""
     names = dict(model.named_parameters())
     for name, layer in tt_layers(model).items():
         trained = all(names[f"{name}.cores.{k}"].requires_grad for k in range(len(layer.cores)))
         if trained and name in prior.held:
             slow_hold(layer, [norm for norm in prior.held[name] if norm.running_mean is not None])
-        cores, us, gone = list(layer.cores), layer.rank_state.log_lambdas, layer.rank_state.dropped
-        energies = shrinkage.slice_energies(cores)
-        sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
-        for bond in [*range(1, len(cores), 2), *range(2, len(cores), 2)]:
-            terms = shrinkage.conditional(energies, sizes, us, bond, prior.a, gone)
-            if prior.update == "newton":
-                moved = shrinkage.newton_step(us[bond - 1], *terms, prior.b)
-            else:
-                moved = shrinkage.gradient_step(us[bond - 1], *terms, prior.b, prior.rate)
-            us[bond - 1].copy_(shrinkage.apply_floor(moved, prior.floor))
+        if trained and align:
+            layer.set_cores(tt.align(list(layer.cores)))
+            for _ in range(10):
+                slow_sweep(layer, prior, "newton")
+        slow_sweep(layer, prior, prior.update)
 
 
-def assert_same(model: nn.Module, other: nn.Module) -> None:
+def assert_same(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
     theirs = other.state_dict()
+    close = {"rtol": tolerance, "atol": tolerance}
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, theirs[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(value, theirs[name], **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # --- values, gradients, steps -----------------------------------------------------------------------------------------
@@ -199,6 +211,53 @@ def test_steps_are_those_of_the_layers_one_by_one(update: str) -> None:
     assert not torch.equal(model.deep_bn.running_var, before.deep_bn.running_var)
 
 
+@pytest.mark.parametrize("update", ["newton", "gradient"])
+def test_alignments_are_those_of_the_layers_one_by_one(update: str) -> None:
+    model, prior = mixed(update=update, align_every=1, hold_scale=["conv", "deep", "still"])
+    slow = copy.deepcopy(model)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, weight=0.7, a=1.3, update=update)
+    before = copy.deepcopy(model)
+    for _ in range(2):
+        prior.step()
+        slow_step(slow, slow_prior, align=True)
+        assert_same(model, slow, tolerance=1e-8)
+        for name, layer in tt_layers(model).items():
+            torch.testing.assert_close(layer.weight, slow.get_submodule(name).weight, **CLOSE)
+    for own, old in zip(model.still.cores, before.still.cores, strict=True):  # frozen
+        assert torch.equal(own, old)
+    for name in ("two", "three"):  # not held
+        own, old = model.get_submodule(name), before.get_submodule(name)
+        torch.testing.assert_close(own.weight, old.weight, **CLOSE)
+        assert not torch.allclose(own.cores[0], old.cores[0])
+
+
+def test_alignment_keeps_weights_in_every_precision() -> None:
+    torch.manual_seed(0)
+    dtypes = (torch.float16, torch.float32, torch.float64)
+    model = nn.Sequential(*(TTLinear(64, 64, max_rank=4 + i, dtype=dtype) for i, dtype in enumerate(dtypes)))
+    before = [layer.weight.detach().clone() for layer in model]
+    old = [layer.cores[0].detach().clone() for layer in model]
+    bt.RankPrior(model, NUM_DATA, align_every=1).step()
+    for layer, weight, core, dtype, eps in zip(model, before, old, dtypes, (2e-3, 1e-5, 1e-12), strict=True):
+        assert layer.cores[0].dtype == dtype
+        assert relative_error(layer.weight.detach(), weight) < eps
+        assert relative_error(layer.cores[0].detach(), core) > 0.1
+
+
+def test_zero_cores_and_indices_that_contribute_nothing_stay_where_they_are() -> None:
+    model, prior = mixed(align_every=1)
+    with torch.no_grad():
+        model.three.cores[1].zero_()
+        model.two.cores[0][..., 2] *= 1e-6
+    before = copy.deepcopy(model)
+    prior.step()
+    for own, old in zip(model.three.cores, before.three.cores, strict=True):
+        assert torch.equal(own, old)
+    torch.testing.assert_close(model.two.cores[1][2], before.two.cores[1][2], rtol=1e-12, atol=0)
+    assert not torch.allclose(model.two.cores[1][3], before.two.cores[1][3])
+    torch.testing.assert_close(model.two.weight, before.two.weight, **CLOSE)
+
+
 def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
     model, prior = mixed(floor=0.3)
     with torch.no_grad():
@@ -215,16 +274,21 @@ def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
         assert all(float(u.min() / u.max()) > 0.3 - 1e-9 for u in us)
 
 
-def test_a_broken_layer_does_not_touch_the_others() -> None:
-    model, prior = mixed()
+@pytest.mark.parametrize("align", [False, True])
+def test_a_broken_layer_does_not_touch_the_others(align: bool) -> None:
+    model, prior = mixed(align_every=int(align))
     slow = copy.deepcopy(model)
-    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3, align_every=0)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3)
     with torch.no_grad():
         model.deep.cores[2].fill_(math.nan)
+        model.three.cores[1][0, 0, 0, 0] = math.inf
+    broken = copy.deepcopy(model.three)
     prior.step()
-    slow_step(slow, slow_prior)
-    for name in ("two", "three", "conv", "still"):
-        assert_same(model.get_submodule(name), slow.get_submodule(name))
+    slow_step(slow, slow_prior, align)
+    for name in ("two", "conv", "still"):
+        assert_same(model.get_submodule(name), slow.get_submodule(name), 1e-8)
+    for own, old in zip(model.three.cores, broken.cores, strict=True):
+        assert torch.equal(own, old)
 
 
 def test_half_precision_steps() -> None:
@@ -292,6 +356,10 @@ def test_very_unlike_layers_go_into_several_groups(monkeypatch: pytest.MonkeyPat
     prior.step()
     slow_step(slow, slow_prior)
     assert_same(model, slow)
+    prior.align_every = 1
+    prior.step()
+    slow_step(slow, slow_prior, align=True)
+    assert_same(model, slow, tolerance=1e-8)
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------
@@ -311,8 +379,9 @@ class Holder(nn.Module):
         return torch.zeros(())
 
 
-def test_vmap_over_particles_is_a_loop_over_them() -> None:
-    pairs = [mixed(seed) for seed in range(3)]
+@pytest.mark.parametrize("align", [False, True])
+def test_vmap_over_particles_is_a_loop_over_them(align: bool) -> None:
+    pairs = [mixed(seed, align_every=int(align)) for seed in range(3)]
     model, prior = pairs[0]
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -336,8 +405,9 @@ def test_vmap_over_particles_is_a_loop_over_them() -> None:
         run("step")
     for _, other in own:
         other.step()
+    close = {"rtol": 1e-8, "atol": 1e-8} if align else CLOSE
     for name, tensor in stacked.items():
-        torch.testing.assert_close(tensor, torch.stack([m.state_dict()[name] for m, _ in own]), **CLOSE, msg=name)
+        torch.testing.assert_close(tensor, torch.stack([m.state_dict()[name] for m, _ in own]), **close, msg=name)
 
 
 def test_a_layout_made_inside_of_a_transform_does_not_outlive_it() -> None:
@@ -380,6 +450,11 @@ def operations(layers: int) -> dict[str, int]:
         with Counter() as counter, torch.no_grad():
             getattr(prior, name)()
         found[name] = counter.count
+    prior.steps = prior.align_every - 1
+    assert prior.aligns_next
+    with Counter() as counter:
+        prior.step()
+    found["alignment"] = counter.count
     return found
 
 
@@ -387,3 +462,4 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_layers() -> N
     few, many = operations(5), operations(40)
     assert few == many
     assert many["step"] < 150
+    assert many["alignment"] < 1200

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_kit import relative_error, slow_dense
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.testing import assert_close
 from tt_reference import diagonal_gauge, gaussian_train, random_gauge, singular_values, trains
 
@@ -132,3 +133,25 @@ def test_many_trains_are_aligned_at_once_and_a_broken_one_harms_no_other() -> No
             torch.testing.assert_close(many[i], one)
         torch.testing.assert_close(tt.to_dense([core[i] for core in together]), tt.to_dense(cores))
     assert bool(together[0][4].isnan().all())
+
+
+def test_gauges_of_many_bonds_and_their_inverses() -> None:
+    """Bonds of all ranks at once, filled up with zeros, have the gauges that they have alone."""
+    cores = gaussian_train((4, 5, 6, 4), (3, 8, 4))
+    pairs = list(zip(*tt.grams(cores), strict=True))
+    filled = [[pad(gram, (0, 8 - len(gram)) * 2) for gram in pair] for pair in pairs]
+    filled += [[torch.zeros_like(filled[0][0])] * 2, [torch.full_like(filled[0][0], float("nan"))] * 2]
+    left, right = (torch.stack(grams) for grams in zip(*filled, strict=True))
+    gauges, inverses = tt.aligning_gauges(left, right)
+    identity = torch.eye(8, dtype=torch.float64)
+    assert_close(gauges @ inverses, identity.expand(5, 8, 8), rtol=0, atol=1e-12)
+    for many, inverse, pair in zip(gauges, inverses, pairs, strict=False):
+        alone, rank = tt.aligning_gauges(*pair)[0], len(pair[0])
+        assert_close(many[:rank, :rank], alone, rtol=1e-10, atol=1e-10)
+        assert torch.equal(many[rank:], identity[rank:])
+        assert torch.equal(inverse[:, rank:], identity[:, rank:])
+    assert torch.equal(gauges[3:], identity.expand(2, 8, 8))
+    by_bond = cores
+    for bond, (own, pair) in enumerate(zip(gauges, pairs, strict=False), start=1):
+        by_bond = tt.change_gauge(by_bond, bond, own[: len(pair[0]), : len(pair[0])])
+    assert_close(by_bond, tt.align(cores), rtol=1e-10, atol=1e-10)

@@ -87,7 +87,9 @@ class Bonds:
         def there(index: Tensor) -> Tensor:
             return index.to(device)
 
-        self._block_index = there(_block_index(trains, self.blocks))
+        block_index = _block_index(trains, self.blocks)
+        self._block_index = there(block_index)
+        self._from_blocks = there(block_index.argsort()[: self.entries])  # all else points behind flat's end
         self._sizes, by_size, energies = _energy_index(trains, len(self.blocks), self.shape[2])
         self._by_size, self._energy_index = there(by_size), there(energies)
         self._left, self._right, self._slice = there(left), there(right), there(entry_slice)
@@ -115,10 +117,25 @@ class Bonds:
 
     def norms(self, flat: Tensor) -> Tensor:
         """The Frobenius norm of every layer's tensor, ``(G,)``."""
-        every = torch.cat([flat, self._behind]).index_select(0, self._block_index)
-        parts = every.split([math.prod(block) for block in self.blocks])
-        blocks = [part.view(block) for part, block in zip(parts, self.blocks, strict=True)]  # each (G, L, M, R)
-        return torch.vmap(tt.norm)(blocks)
+        return torch.vmap(tt.norm)(self._in_blocks(flat))
+
+    def aligned(self, flat: Tensor) -> Tensor:
+        """``flat`` after `tt.align` of every layer; one that is not finite, before or after, stays as it is."""
+        _, _, widest = self.shape
+        blocks = self._in_blocks(flat.double())
+        grams = [
+            torch.stack([F.pad(gram, (0, widest - gram.shape[-1]) * 2) for gram in own], 1)  # (G, B, R, R)
+            for own in torch.vmap(tt.grams)(blocks)
+        ]
+        left, right = (own.masked_fill(self._unused[..., None], 0.0) for own in grams)
+        pairs = [
+            [matrix[:, k, :rank, :rank] for k, (_, _, _, rank) in enumerate(self.blocks[:-1])]
+            for matrix in tt.aligning_gauges(left, right)
+        ]
+        turned = torch.vmap(tt.change_gauges)(blocks, *pairs)
+        finite = torch.stack([block.flatten(1).isfinite().all(1) for block in turned]).all(0)
+        new = torch.cat([block.reshape(-1) for block in turned]).index_select(0, self._from_blocks)
+        return torch.where(finite.index_select(0, self._layer_of_entry), new.to(flat.dtype), flat)
 
     def scaled(self, flat: Tensor, u: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """``(flat, u)`` with every layer's tensor times its factor, spread evenly over its cores and their lambda."""
@@ -126,36 +143,41 @@ class Bonds:
         by_entry = per_core.index_select(0, self._layer_of_entry)
         return flat * by_entry, u + per_core.log().index_select(0, self._layer_of_lambda)
 
-    def moved(self, flat: Tensor, u: Tensor, move: Move, a: float, floor: float) -> Tensor:
-        """``u`` after one step of every bond towards its conditional mode.
+    def moved(self, flat: Tensor, u: Tensor, move: Move, a: float, floor: float, sweeps: int = 1) -> Tensor:
+        """``u`` after so many steps of every bond towards its conditional mode.
 
         A bond's conditional depends on its two neighbours and no other bond, so all odd bonds move at once, then all
         even ones, which see where their neighbours have gone: the same as bond after bond in that order.
         """
         inner, ends = self._energies(flat)
-        layers, bonds, _ = self.shape
+        _, bonds, _ = self.shape
         table = torch.cat([u, self._behind[:1]]).index_select(0, self._table).view(self.shape)
         linear = self._linear_table - (a - 1)
-        for first in range(min(2, bonds)):
+        for first in (*range(min(2, bonds)),) * sweeps:
             own = slice(first, bonds, 2)
             inverse_lambda = F.pad(torch.exp(-table), (0, 0, 1, 1))  # (G, B + 2, R): bond k stands at k + 1
             from_left = (inverse_lambda[:, first:bonds:2, :, None] * inner[:, first:bonds:2]).sum(-2)
             from_right = (inner[:, first + 1 : bonds + 1 : 2] * inverse_lambda[:, first + 2 :: 2, None]).sum(-1)
-            inverse = 0.5 * (from_left + from_right)
-            after = move(table[:, own], linear[:, own], inverse, ends[:, own])
+            after = move(table[:, own], linear[:, own], from_left + from_right, ends[:, own])
             after = after.masked_fill(self._unused[:, own], -math.inf)
             table[:, own] = shrinkage.apply_floor(after, floor)
         return table.reshape(-1).index_select(0, self._back)
 
+    def _in_blocks(self, flat: Tensor) -> list[Tensor]:
+        """The cores of all layers at each place in a train, ``(G, L, M, R)``."""
+        every = torch.cat([flat, self._behind.to(flat.dtype)]).index_select(0, self._block_index)
+        parts = every.split([math.prod(block) for block in self.blocks])
+        return [part.view(block) for part, block in zip(parts, self.blocks, strict=True)]
+
     def _energies(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The slices' sums of squares: of inner cores ``(G, B + 1, R, R)``; half of those at the ends ``(G, B, R)``."""
+        """Half of the slices' sums of squares: inner cores' ``(G, B + 1, R, R)``, the ends' ``(G, B, R)``."""
         layers, bonds, widest = self.shape
         parts = flat.square().index_select(0, self._by_size).split([math.prod(shape) for shape in self._sizes])
         sums = [part.view(shape).sum(0) for part, shape in zip(parts, self._sizes, strict=True)]
-        found = torch.cat([*sums, self._behind[:1]]).index_select(0, self._energy_index)
+        found = 0.5 * torch.cat([*sums, self._behind[:1]]).index_select(0, self._energy_index)
         of_inner, of_ends = found.split([layers * (bonds + 1) * widest**2, 2 * layers * bonds * widest])
         ends = of_ends.view(2, layers, bonds, widest).sum(0)
-        return of_inner.view(layers, bonds + 1, widest, widest), 0.5 * ends
+        return of_inner.view(layers, bonds + 1, widest, widest), ends
 
 
 def groups(trains: Sequence[Train]) -> list[list[int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bayestrain.bonds import Bonds, copy_, groups, join, pieces, repeated
+from bayestrain.bonds import Bonds, Move, copy_, groups, join, pieces, repeated
 from bayestrain.layers import TTLayer
 from bayestrain.layers.base import RankState
 
@@ -23,6 +23,9 @@ class Layout:
     is_held: Tensor
     """``(G,)``, on the layers' device."""
     core_is_held: list[bool]
+    core_is_trained: list[bool]
+    lambda_is_trained: list[bool]
+    """Whether the cores beside it are, per bond."""
     companions: dict[tuple[tuple[int, int], ...], Tensor]
     """Per list of (row, size): for every entry its row in the table of factors."""
 
@@ -60,6 +63,16 @@ class Group:
         copy_(list(compress(self.cores, kept)), list(compress(pieces(flat, self.cores), kept)))
         self._scale_companions_(norms, factor)
 
+    def align_(self, move: Move, a: float, floor: float, sweeps: int) -> None:
+        """Turn the rank indices to the singular directions; lambda moves to where the new cores want it."""
+        kept, free = self.layout.core_is_trained, self.layout.lambda_is_trained
+        if not any(kept):
+            return
+        flat = self.bonds.aligned(join(self.cores))
+        copy_(list(compress(self.cores, kept)), list(compress(pieces(flat, self.cores), kept)))
+        u = self.bonds.moved(join(self.cores), join(self.log_lambdas), move, a, floor, sweeps)
+        copy_(list(compress(self.log_lambdas, free)), list(compress(pieces(u, self.log_lambdas), free)))
+
     def _scale_companions_(self, norms: Mapping[str, Sequence[_BatchNorm]], factor: Tensor) -> None:
         """Biases and running means go with the factor, running variances with its square."""
         rows: dict[int, tuple[int, Tensor]] = {}
@@ -88,11 +101,12 @@ class Groups:
 
     Args:
         layers: by name; those without a lambda are left out.
-        held: names of the layers whose scale may be held.
+        trained: names of the layers whose cores may change.
+        held: names of the layers whose scale is held, if they are trained.
     """
 
-    def __init__(self, layers: Mapping[str, TTLayer], held: frozenset[str]) -> None:
-        self.layers, self.held = layers, held
+    def __init__(self, layers: Mapping[str, TTLayer], trained: frozenset[str], held: frozenset[str]) -> None:
+        self.layers, self.trained, self.held = layers, trained, held & trained
         self._key: object = None
         self._layouts: list[Layout] = []
 
@@ -137,5 +151,7 @@ class Groups:
                 held = self.held & set(own)
                 is_held = torch.tensor([name in held for name in own], device=device)
                 core_is_held = [name in held for name in own for _ in cores[name]]
-                found.append(Layout(own, bonds, held, is_held, core_is_held, {}))
+                core_is_trained = [name in self.trained for name in own for _ in cores[name]]
+                lambda_is_trained = [name in self.trained for name in own for _ in states[name].log_lambdas]
+                found.append(Layout(own, bonds, held, is_held, core_is_held, core_is_trained, lambda_is_trained, {}))
         return found

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,7 @@ class RankPrior:
         self.steps = 0
         cores = {id(core) for layer in layers.values() for core in layer.cores}
         self._other_names = self.trainable - {name for name, p in model.named_parameters() if id(p) in cores}
-        self._trained = frozenset(
+        trained = frozenset(
             name
             for name, layer in layers.items()
             if all(f"{name}.cores.{k}".lstrip(".") in self.trainable for k in range(len(layer.cores)))
@@ -133,7 +134,7 @@ class RankPrior:
                 if name in norms:  # the norm of now, unless one is held already
                     held = state.held_norm
                     held.copy_(torch.where(held > 0, held, tt.norm(list(layer.cores))))
-        self._groups = Groups(layers, frozenset(norms) & self._trained)
+        self._groups = Groups(layers, trained, frozenset(norms))
 
     @property
     def current_weight(self) -> float:
@@ -201,8 +202,8 @@ class RankPrior:
         for group in self._groups.now():
             with own_precision(group.cores[0]):
                 group.hold_scale_(self.held)
-                for name in self._trained.intersection(group.layers) if align else ():
-                    self._align(self.layers[name])
+                if align:
+                    group.align_(partial(shrinkage.newton_step, b=self.b), self.a, self.floor, sweeps=10)
         if move:
             self.move_lambdas_()
 
@@ -210,17 +211,6 @@ class RankPrior:
         if self.update == "newton":
             return shrinkage.newton_step(u, linear, inverse, inverse_square, self.b)
         return shrinkage.gradient_step(u, linear, inverse, inverse_square, self.b, self.rate)
-
-    def _align(self, layer: TTLayer) -> None:
-        """Turn the rank indices to the singular directions; lambda moves to where the new cores want it."""
-        assert layer.rank_state is not None
-        layer.set_cores(tt.align(list(layer.cores)))
-        us, dropped = layer.rank_state.log_lambdas, layer.rank_state.dropped
-        moved = shrinkage.conditional_mode(
-            list(layer.cores), us, self.a, self.b, self.floor, sweeps=10, dropped=dropped
-        )
-        for u, new in zip(us, moved, strict=True):
-            u.copy_(new)
 
     def lambdas(self) -> dict[str, list[Tensor]]:
         """``{layer name: [lambda of every bond]}``, as copies."""

@@ -21,6 +21,9 @@ Cores = Sequence[Tensor]
 RESCALE_EVERY = 8
 """`norm` takes the scale out of its running product after so many cores; shorter trains do without."""
 
+LIVE = 1e-3
+"""`align` leaves rank indices as they are that contribute less than this share of their bond's largest contribution."""
+
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
@@ -325,7 +328,7 @@ def change_gauge(cores: Cores, bond: int, matrix: Tensor) -> list[Tensor]:
     return result
 
 
-def align(cores: Cores, live: float = 1e-3) -> list[Tensor]:
+def align(cores: Cores, live: float = LIVE) -> list[Tensor]:
     """The same tensor with its rank indices turned to the singular directions: one singular value per index and bond.
 
     With P the Gram matrix of the left part's columns and Q that of the right part's rows, the gauge T of a bond makes
@@ -334,50 +337,79 @@ def align(cores: Cores, live: float = 1e-3) -> list[Tensor]:
     contribute less than `live` of the bond's largest contribution stay as they are, and the new ones are ordered and
     signed to be as close as possible to the old: an optimiser's moments keep most of their meaning.
     """
-    result = [core.double() for core in cores]
-    gauges = [_aligning_gauge(left, right, live) for left, right in zip(*grams(result), strict=True)]
-    for bond, gauge in enumerate(gauges, start=1):
-        result = change_gauge(result, bond, gauge)
-    return [new.to(old.dtype) for new, old in zip(result, cores, strict=True)]
+    exact = [core.double() for core in cores]
+    pairs = [aligning_gauges(left, right, live) for left, right in zip(*grams(exact), strict=True)]
+    turned = change_gauges(exact, [gauge for gauge, _ in pairs], [inverse for _, inverse in pairs])
+    return [new.to(old.dtype) for new, old in zip(turned, cores, strict=True)]
 
 
-def _aligning_gauge(left: Tensor, right: Tensor, live: float) -> Tensor:
-    """The gauge of one bond. No branch looks at a value, so that many trains can be aligned at once (`torch.vmap`)."""
-    identity = torch.eye(len(left), dtype=left.dtype, device=left.device)
-    sane = torch.isfinite(left).all() & torch.isfinite(right).all()
-    left, right = torch.where(sane, left, identity), torch.where(sane, right, identity)
-    size = (left.diagonal() * right.diagonal()).clamp_min(0.0).sqrt()
-    alive = (size > live * size.max()) & sane
-    both, rest = alive[:, None] & alive, torch.diag((~alive).to(left.dtype))
-    scale = torch.where(alive, right.diagonal() / left.diagonal(), 1.0).pow(0.25)  # makes the two diagonals equal
-    left, right = left * scale[:, None] * scale, right / scale[:, None] / scale
+def change_gauges(cores: Cores, gauges: Sequence[Tensor], inverses: Sequence[Tensor]) -> list[Tensor]:
+    """Insert ``gauge @ inverse`` at every bond."""
+    result = list(cores)
+    for k, (gauge, inverse) in enumerate(zip(gauges, inverses, strict=True)):
+        left, right = result[k], result[k + 1]
+        result[k] = (left.reshape(-1, left.shape[-1]) @ gauge).reshape(left.shape)
+        result[k + 1] = (inverse @ right.reshape(right.shape[0], -1)).reshape(right.shape)
+    return result
+
+
+def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Tensor, Tensor]:
+    """The gauges of `align` and their inverses from the Gram matrices of many bonds, each ``(.., R, R)``.
+
+    Bonds of smaller rank are filled up with zeros; there, and where a bond has an entry that is not finite, the gauge
+    is the identity. No branch looks at a value, so that a GPU is not waited for and `torch.vmap` works.
+    """
+    identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
+    sane = (left.isfinite() & right.isfinite()).flatten(-2).all(-1)[..., None]
+    left, right = torch.where(sane[..., None], left, identity), torch.where(sane[..., None], right, identity)
+    p, q = _diagonal(left), _diagonal(right)
+    size = (p * q).clamp_min(0.0).sqrt()
+    alive = (size > live * size.amax(-1, keepdim=True)) & sane
+    both, rest = alive[..., :, None] & alive[..., None, :], torch.diag_embed((~alive).to(left.dtype))
+    scale = torch.where(alive, q / p, 1.0).pow(0.25)  # makes the two diagonals equal
+    rows, columns = scale[..., :, None], scale[..., None, :]
     # Indices that are to stay get the largest values, by themselves, so that no eigenvector mixes them with others.
-    left = torch.where(both, left, 4 * left.diagonal().sum() * rest)
-    right = torch.where(both, right, 4 * right.diagonal().sum() * rest)
-    values, vectors = torch.linalg.eigh(right)
-    root = vectors * values.clamp_min(values[-1] * 1e-14).sqrt()  # right = root @ root^t
-    values, vectors = torch.linalg.eigh(root.mT @ left @ root)  # squared singular values
-    turn = root @ vectors / values.clamp_min(values[-1] * 1e-16).pow(0.25)
-    return torch.where(both, scale[:, None] * _nearest_order(turn, alive) / scale, identity)
+    largest = 4 * torch.where(alive, size, 0.0).sum(-1)[..., None, None] * rest
+    values, vectors = torch.linalg.eigh(torch.where(both, right / rows / columns, largest))
+    root = _at_least(values, 1e-14).sqrt()[..., None, :]
+    turn, back = vectors * root, vectors / root  # right = turn @ turn^t and back^t @ turn = 1
+    values, vectors = torch.linalg.eigh(turn.mT @ torch.where(both, left * rows * columns, largest) @ turn)
+    root = _at_least(values, 1e-16).pow(0.25)[..., None, :]  # of the singular values
+    turn, back = turn @ vectors / root, back @ vectors * root
+    order = _nearest_order(turn, alive)[..., None, :].expand(turn.shape)
+    turn, back = turn.gather(-1, order), back.gather(-1, order)
+    sign = torch.where(_diagonal(turn) < 0, -1.0, 1.0)[..., None, :]
+    gauge, inverse = rows * (turn * sign) / columns, rows * (back * sign).mT / columns
+    return torch.where(both, gauge, identity), torch.where(both, inverse, identity)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1)
+
+
+def _at_least(values: Tensor, fraction: float) -> Tensor:
+    """Eigenvalues, smallest first, not below this fraction of the largest."""
+    return torch.maximum(values, values[..., -1:] * fraction)
 
 
 def _nearest_order(turn: Tensor, alive: Tensor) -> Tensor:
-    """Permute and sign the columns, largest entries first, to bring the matrix as close to the identity as can be.
+    """The order of the columns, found largest entries first, that brings ``|turn|`` as close to the identity as can be.
 
     Rows that are alive only get columns that are: the others may stand at right angles to them, but nowhere else.
     """
-    count, index = len(turn), torch.arange(len(turn), device=turn.device)
-    likeness = (turn / torch.linalg.vector_norm(turn, dim=0)).abs()
-    alive_column = torch.where(alive[:, None], likeness.square(), 0.0).sum(0) > 0.5
-    likeness = torch.where(alive[:, None] == alive_column, likeness, -1.0)
-    order = torch.zeros_like(turn)
+    count = turn.shape[-1]
+    likeness = (turn / torch.linalg.vector_norm(turn, dim=-2, keepdim=True)).abs()
+    alive_column = torch.where(alive[..., None], likeness.square(), 0.0).sum(-2) > 0.5
+    likeness = torch.where(alive[..., None] == alive_column[..., None, :], likeness, -1.0).flatten(-2)
+    place = torch.arange(count * count, device=turn.device)
+    row, column = place // count, place % count
+    found = []
     for _ in range(count):
-        best = likeness.flatten().argmax()
-        row, column = index == best // count, index == best % count
-        order = order + (column[:, None] & row)
-        likeness = torch.where(row[:, None] | column, -2.0, likeness)
-    ordered = turn @ order
-    return torch.where(ordered.diagonal() < 0, -ordered, ordered)
+        best = likeness.argmax(-1, keepdim=True)
+        found.append(best)
+        likeness = torch.where((row == best // count) | (column == best % count), -2.0, likeness)
+    best = torch.cat(found, -1)  # each row once, and each column once
+    return (best % count).gather(-1, (best // count).argsort(-1))
 
 
 def random_cores(
