@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from bayestrain import count_parameters, models
 from bayestrain.errors import BayesTrainError
 from bayestrain.forming import FormTogether
+from bayestrain.grouped import Scale
 from bayestrain.posterior import Posterior, independent
 from bayestrain.prior import Gradients, RankPrior
 from bayestrain.train import toml
@@ -55,6 +56,7 @@ class Step:
         on_gpu = x.device.type == "cuda"
         rate = torch.tensor(1e-5, device=x.device) if on_gpu else 1e-5
         self.optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=on_gpu)
+        self.scales: list[Scale | None] = []
         self.side = torch.cuda.Stream() if on_gpu and prior is not None else None
         self.take: Callable[[], object] = self.advance
         if on_gpu:
@@ -73,7 +75,7 @@ class Step:
             added.add_()
         self.optimizer.step()
         if self.prior is not None:
-            self.prior.step(move=False)
+            self.prior.step(move=False, scales=self.scales)
         return loss
 
     def _prior(self) -> Gradients | None:
@@ -81,6 +83,7 @@ class Step:
             return None
         self.prior.steps = 0  # no alignment here: it is rare, and no work for a graph
         self.prior.move_lambdas_()
+        self.scales = self.prior.scales()
         return self.prior.gradients(self.prior.weight)
 
     def _prior_beside(self, side: torch.cuda.Stream) -> Gradients | None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bayestrain as bt
 from bayestrain import bonds, shrinkage, tt
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
+from bayestrain.prior import ALIGN_SWEEPS
 from bayestrain.sizes import tt_layers
 
 NUM_DATA = 50
@@ -117,7 +118,7 @@ def slow_sweep(layer: TTLayer, prior: bt.RankPrior, update: str) -> None:
 
 @torch.no_grad()
 def slow_step(model: nn.Module, prior: bt.RankPrior, align: bool = False) -> None:
-    """Every layer for itself: its scale, its alignment with ten sweeps of Newton steps, then its lambda."""
+    """Every layer for itself: its scale, its alignment with some sweeps of Newton steps, then its lambda."""
     names = dict(model.named_parameters())
     for name, layer in tt_layers(model).items():
         trained = all(names[f"{name}.cores.{k}"].requires_grad for k in range(len(layer.cores)))
@@ -125,7 +126,7 @@ def slow_step(model: nn.Module, prior: bt.RankPrior, align: bool = False) -> Non
             slow_hold(layer, [norm for norm in prior.held[name] if norm.running_mean is not None])
         if trained and align:
             layer.set_cores(tt.align(list(layer.cores)))
-            for _ in range(10):
+            for _ in range(ALIGN_SWEEPS):
                 slow_sweep(layer, prior, "newton")
         slow_sweep(layer, prior, prior.update)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayestrain as bt
-from bayestrain import models, plans
+from bayestrain import chain, models, plans
 from bayestrain.errors import ConfigError
 from bayestrain.plans import CPU_THREAD, CUDA, Task, TrainShape
 
@@ -55,6 +55,25 @@ def test_every_plan_of_a_linear_layer_is_the_same_function(rows: int) -> None:
         with torch.no_grad():
             for _ in range(2):  # formed, then kept
                 assert_close(layer(x), expected[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("batch_last", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("outputs", [30, 28])
+def test_blocks_of_the_batch_are_the_same_function(batch_last: bool, recompute: bool, outputs: int) -> None:
+    layer = linear()
+    x = torch.randn(21, 56, dtype=torch.float64, requires_grad=True)
+    for side in ("left", "right"):
+        for cuts in ((1,), (2,), (1, 2)):
+            for bias in (layer.bias[:outputs], None):
+                wanted = F.linear(x, layer.weight[:outputs], bias)
+                factors = chain.factors(list(layer.cores), cuts, side)
+                found = chain.multiply_blocks(x, factors, bias, outputs, batch_last, 8, recompute)
+                assert_close(found, wanted)
+                inputs = [x, *layer.cores]
+                ours, theirs = (torch.autograd.grad(y.square().sum(), inputs) for y in (found, wanted))
+                for a, b in zip(ours, theirs, strict=True):
+                    assert_close(a, b)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -146,12 +146,15 @@ class _ChainBlocks(torch.autograd.Function):
         batches: tuple[int, ...], *matrices: Tensor,
     ) -> Tensor:  # fmt: skip
         y = x.new_empty(len(x), outputs)
+        ctx.block = block
         chain = [Factor(*pair) for pair in zip(matrices, batches, strict=True)]
         saved: list[Tensor] = []
         ctx.kept = not recompute and any(ctx.needs_input_grad)
         *_, ctx.inside = numbers = sizes(x.shape[1], chain)
         # What is not saved goes to the same memory for every block, which is then in the cache.
         direct = not batch_last and ctx.inside == outputs
+        if ctx.kept and not batch_last:
+            block = max(1, len(x))  # what is saved takes all of its memory anyway
         needed = [not ctx.kept] * (len(chain) - 1) + [not direct]
         into = [x.new_empty(need * n * min(block, len(x))) for need, n in zip(needed, numbers[1:], strict=True)]
         for rows in _row_blocks(len(x), block):
@@ -168,7 +171,7 @@ class _ChainBlocks(torch.autograd.Function):
             elif bias is not None:
                 y[rows] += bias
         ctx.save_for_backward(x, bias, *matrices, *saved)
-        ctx.outputs, ctx.batch_last, ctx.block, ctx.batches = outputs, batch_last, block, batches
+        ctx.outputs, ctx.batch_last, ctx.batches = outputs, batch_last, batches
         return y
 
     @staticmethod
@@ -195,7 +198,15 @@ class _ChainBlocks(torch.autograd.Function):
         """Memory for the gradients of the states."""
         for number, rows in enumerate(_row_blocks(len(x), ctx.block)):
             part, g = x[rows], gradient[rows]
-            inputs = saved[number * count : (number + 1) * count] if ctx.kept else states(part, chain[:-1], last, into)
+            if not ctx.kept:
+                inputs = states(part, chain[:-1], last, into)
+            elif last:
+                inputs = saved[number * count : (number + 1) * count]
+            else:
+                inputs = [
+                    state[rows.start * batch : rows.stop * batch]
+                    for state, (_, batch) in zip(saved, chain, strict=True)
+                ]
             if ctx.inside > ctx.outputs:
                 g = F.pad(g, (0, ctx.inside - ctx.outputs))
             if last:

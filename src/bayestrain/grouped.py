@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class Layout:
     """Per list of (row, size): for every entry its row in the table of factors."""
 
 
+class Scale(NamedTuple):
+    """Per layer the norm that is held, and the factor that leads to it."""
+
+    norm: Tensor
+    factor: Tensor
+
+
 @dataclass(frozen=True)
 class Group:
     """Layers of one dtype and device, with the tensors that stand in them now (particles, perhaps)."""
@@ -45,18 +53,24 @@ class Group:
         """The layout's."""
         return self.layout.bonds
 
-    def hold_scale_(self, norms: Mapping[str, Sequence[_BatchNorm]]) -> None:
+    def scale(self) -> Scale:
+        """What brings every weight back to its held norm; the first norm that is not zero is held from then on."""
+        held = [state.held_norm for state in self.states]
+        size, norm = self.bonds.norms(join(self.cores)), join(held)
+        norm = torch.where(self.layout.is_held & (norm <= 0), size, norm)
+        factor = torch.where(self.layout.is_held & (size > 0), norm / size, torch.ones_like(size))
+        return Scale(norm, factor)
+
+    def hold_scale_(self, norms: Mapping[str, Sequence[_BatchNorm]], scale: Scale | None = None) -> None:
         """Bring weights back to their held norms: cores, lambda, bias and running statistics move together.
 
-        The first norm that is not zero is the one that is held from then on.
+        A `scale` taken a moment ago will do: what has changed since then is made good the next time.
         """
         if not self.layout.held:
             return
-        flat, u, held = join(self.cores), join(self.log_lambdas), [state.held_norm for state in self.states]
-        size, norm = self.bonds.norms(flat), join(held)
-        norm = torch.where(self.layout.is_held & (norm <= 0), size, norm)
-        factor = torch.where(self.layout.is_held & (size > 0), norm / size, torch.ones_like(size))
-        flat, u = self.bonds.scaled(flat, u, factor)
+        norm, factor = scale or self.scale()
+        held = [state.held_norm for state in self.states]
+        flat, u = self.bonds.scaled(join(self.cores), join(self.log_lambdas), factor)
         copy_(held, pieces(norm, held))
         copy_(self.log_lambdas, pieces(u, self.log_lambdas))
         kept = self.layout.core_is_held

@@ -65,7 +65,7 @@ class Machine:
 CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 1.2e-5, 6.0, 3e-7, 1 << 20, 1 << 20, 16, 9.5e10, 4.0, 3e-5, 16)
 """One thread of a server's CPU (AMD EPYC), single precision."""
 
-CUDA = Machine(3.3e14, 3.5e12, 3e-6, 2e-6, 48.0, 2e-9, 64 << 20, 16 << 20, 1 << 62, 2e14, 32.0, 3e-6, 8)
+CUDA = Machine(3.3e14, 3.5e12, 3e-6, 2e-6, 48.0, 2e-9, 32 << 20, 4 << 20, 1 << 62, 2e14, 32.0, 3e-6, 8)
 """An NVIDIA H200 with TF32, operations launched by a CUDA graph."""
 
 

@@ -13,12 +13,15 @@ from bayestrain import shrinkage, tt
 from bayestrain.batchnorm import normalised_layers
 from bayestrain.bonds import copy_, join, pieces
 from bayestrain.errors import ConfigError
-from bayestrain.grouped import Groups
+from bayestrain.grouped import Groups, Scale
 from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
 from bayestrain.sizes import tt_layers
 
 UPDATES = ("newton", "gradient")
+
+ALIGN_SWEEPS = 5
+"""Newton steps of every lambda after an alignment; those of the steps to come do the rest."""
 
 
 class Gradients(NamedTuple):
@@ -195,15 +198,25 @@ class RankPrior:
                 copy_(group.log_lambdas, pieces(u, group.log_lambdas))
 
     @torch.no_grad()
-    def step(self, move: bool = True) -> None:
-        """After the optimiser's step: hold the scales that are free, then move every lambda unless told not to."""
+    def scales(self) -> list[Scale | None]:
+        """What `step` would hold the scales with now; for loops that work it out beside something else."""
+        return [group.scale() if group.layout.held else None for group in self._groups.now()]
+
+    @torch.no_grad()
+    def step(self, move: bool = True, scales: Sequence[Scale | None] | None = None) -> None:
+        """After the optimiser's step: hold the scales that are free, then move every lambda.
+
+        A loop that has moved lambda itself (`move_lambdas_`) says so; one that has taken `scales` before the
+        optimiser's step gives them.
+        """
         align = self.aligns_next
         self.steps += 1
-        for group in self._groups.now():
+        groups = self._groups.now()
+        for group, scale in zip(groups, scales or [None] * len(groups), strict=True):
             with own_precision(group.cores[0]):
-                group.hold_scale_(self.held)
+                group.hold_scale_(self.held, scale)
                 if align:
-                    group.align_(partial(shrinkage.newton_step, b=self.b), self.a, self.floor, sweeps=10)
+                    group.align_(partial(shrinkage.newton_step, b=self.b), self.a, self.floor, ALIGN_SWEEPS)
         if move:
             self.move_lambdas_()
 
@@ -273,7 +286,11 @@ class NormalPrior:
     def move_lambdas_(self) -> None:
         """There are none."""
 
-    def step(self, move: bool = True) -> None:  # noqa: ARG002
+    def scales(self) -> list[Scale | None]:
+        """There are none to hold."""
+        return []
+
+    def step(self, move: bool = True, scales: Sequence[Scale | None] | None = None) -> None:  # noqa: ARG002
         """After the optimiser's step: nothing to move."""
         self.steps += 1
 

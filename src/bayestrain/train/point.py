@@ -65,15 +65,15 @@ class Point(Subject):
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
         """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph.
 
-        Lambda moves at the beginning, not at the end as in a loop of one's own: the prior then needs nothing that the
-        network computes, and the two run side by side on a GPU.
+        Lambda moves at the beginning, not at the end as in a loop of one's own, and scales are held by the norms of
+        the beginning: the prior then needs nothing that the network computes, and the two run side by side on a GPU.
         """
         self.model.train()
         with self._beside():
-            prior = None
+            prior, scales = None, None
             if self.prior is not None:
                 self.prior.move_lambdas_()
-                prior = self.prior.gradients(self._weight)
+                prior, scales = self.prior.gradients(self._weight), self.prior.scales()
         with products(self.config.precision, self.device):
             with lowered(self.config.precision, self.device), self.forming():
                 outputs = self.model(self.arrange(x))
@@ -88,7 +88,7 @@ class Point(Subject):
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.prior is not None:
-            self.prior.step(move=False)
+            self.prior.step(move=False, scales=scales)
         with torch.no_grad():
             right = (outputs.argmax(1) == y).float().mean() if outputs.ndim == 2 else torch.zeros_like(data)
             return (torch.stack([data, prior_loss, right]),)
