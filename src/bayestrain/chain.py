@@ -77,6 +77,9 @@ def multiply_blocks(
     With `recompute` nothing but the input is saved for the backward pass.
     """
     matrices, batches = zip(*chain, strict=True)
+    if not batch_last and not recompute:
+        rows: Tensor = _ChainRows.apply(x, bias, outputs, block, batches, *matrices)  # type: ignore[no-untyped-call]
+        return rows
     y: Tensor = _ChainBlocks.apply(x, bias, outputs, batch_last, block, recompute, batches, *matrices)  # type: ignore[no-untyped-call]
     return y
 
@@ -139,6 +142,59 @@ def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gra
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
+def _plain(ctx: Any, batch_last: bool) -> Callable[..., Tensor]:
+    """The same function in plain torch."""
+
+    def plain(x: Tensor, bias: Tensor | None, *matrices: Tensor) -> Tensor:
+        chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
+        y = multiply(x, chain, batch_last)[:, : ctx.outputs]
+        return y if bias is None else y + bias
+
+    return plain
+
+
+class _ChainRows(torch.autograd.Function):
+    """The whole batch at once, as its first axis; states are let go on the way back, outer products made in blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, outputs: int, block: int, batches: tuple[int, ...], *matrices: Tensor
+    ) -> Tensor:
+        chain = [Factor(*pair) for pair in zip(matrices, batches, strict=True)]
+        *ctx.states, out = states(x, chain, False)
+        ctx.inside, ctx.outputs, ctx.block, ctx.batches = out.numel() // len(x), outputs, block, batches
+        ctx.save_for_backward(x, bias, *matrices)
+        y = out.reshape(len(x), -1)
+        if ctx.inside > outputs:
+            y = y[:, :outputs].contiguous()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, *matrices = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            gx, gb, *rest = _again(_plain(ctx, False), [x, bias, *matrices], gradient)
+            return gx, gb, None, None, None, *rest
+        chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
+        kept, ctx.states = ctx.states, None
+        if kept is None:  # a second time through the same graph
+            kept = states(x, chain[:-1], False)
+        outer = [_Outer(matrix, 1) for matrix in matrices]
+        g = F.pad(gradient, (0, ctx.inside - ctx.outputs)) if ctx.inside > ctx.outputs else gradient
+        for k in reversed(range(len(chain))):
+            matrix, batch = chain[k]
+            state = kept.pop().reshape(len(x) * batch, matrix.shape[1], -1)
+            g = g.reshape(len(x) * batch, matrix.shape[0], -1)
+            for rows in _row_blocks(len(g), len(g) if g.shape[2] == 1 else ctx.block * batch):
+                outer[k].add(g[rows], state[rows])
+            del state
+            if k or ctx.needs_input_grad[0]:
+                g = _product(matrix.mT, g)
+        gx = g.reshape(len(x), -1) if ctx.needs_input_grad[0] else None
+        gb = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
+        return gx, gb, None, None, None, *(total.sum() for total in outer)
+
+
 class _ChainBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -153,8 +209,6 @@ class _ChainBlocks(torch.autograd.Function):
         *_, ctx.inside = numbers = sizes(x.shape[1], chain)
         # What is not saved goes to the same memory for every block, which is then in the cache.
         direct = not batch_last and ctx.inside == outputs
-        if ctx.kept and not batch_last:
-            block = max(1, len(x))  # what is saved takes all of its memory anyway
         needed = [not ctx.kept] * (len(chain) - 1) + [not direct]
         into = [x.new_empty(need * n * min(block, len(x))) for need, n in zip(needed, numbers[1:], strict=True)]
         for rows in _row_blocks(len(x), block):
@@ -180,13 +234,7 @@ class _ChainBlocks(torch.autograd.Function):
         count, last = len(ctx.batches), ctx.batch_last
         matrices, saved = rest[:count], rest[count:]
         if torch.is_grad_enabled():
-
-            def plain(x: Tensor, bias: Tensor | None, *matrices: Tensor) -> Tensor:
-                chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
-                y = multiply(x, chain, last)[:, : ctx.outputs]
-                return y if bias is None else y + bias
-
-            gx, gb, *rest = _again(plain, [x, bias, *matrices], gradient)
+            gx, gb, *rest = _again(_plain(ctx, last), [x, bias, *matrices], gradient)
             return gx, gb, None, None, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
         gx = x.new_empty(x.shape) if ctx.needs_input_grad[0] else None
@@ -198,15 +246,7 @@ class _ChainBlocks(torch.autograd.Function):
         """Memory for the gradients of the states."""
         for number, rows in enumerate(_row_blocks(len(x), ctx.block)):
             part, g = x[rows], gradient[rows]
-            if not ctx.kept:
-                inputs = states(part, chain[:-1], last, into)
-            elif last:
-                inputs = saved[number * count : (number + 1) * count]
-            else:
-                inputs = [
-                    state[rows.start * batch : rows.stop * batch]
-                    for state, (_, batch) in zip(saved, chain, strict=True)
-                ]
+            inputs = saved[number * count : (number + 1) * count] if ctx.kept else states(part, chain[:-1], last, into)
             if ctx.inside > ctx.outputs:
                 g = F.pad(g, (0, ctx.inside - ctx.outputs))
             if last:
