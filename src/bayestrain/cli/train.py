@@ -65,10 +65,16 @@ Name = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    option('Your own settings, complete or with a first line like base = "mnist".', panel=WHAT, metavar="FILE.toml"),
+    option(
+        'Your own settings, complete or with a first line like base = "mnist".',
+        "--config",
+        panel=WHAT,
+        metavar="FILE.toml",
+    ),
 ]
 Preset = Annotated[
-    str | None, option("paper: the paper's modes, ranks and prior. default: ours.", panel=WHAT, metavar="PRESET")
+    str | None,
+    option("paper: the paper's modes, ranks and prior. default: ours.", "--preset", panel=WHAT, metavar="PRESET"),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -76,10 +82,17 @@ Overrides = Annotated[
 ]
 Particles = Annotated[
     int | None,
-    option("Train a posterior of N networks (SVGD) instead of one; 20 is a good number.", panel=WHAT, metavar="N"),
+    option(
+        "Train a posterior of N networks (SVGD) instead of one; 20 is a good number.",
+        "--particles",
+        panel=WHAT,
+        metavar="N",
+    ),
 ]
-Seed = Annotated[int | None, option("Seed of every random choice; 0 if left out.", panel=WHAT, metavar="N")]
-Out = Annotated[Path | None, option("Folder of the run; runs/NAME-seedN if left out.", panel=WHERE, metavar="DIR")]
+Seed = Annotated[int | None, option("Seed of every random choice; 0 if left out.", "--seed", panel=WHAT, metavar="N")]
+Out = Annotated[
+    Path | None, option("Folder of the run; runs/NAME-seedN if left out.", "--out", panel=WHERE, metavar="DIR")
+]
 Device = Annotated[
     str,
     option("auto, cpu, cuda, cuda:N or mps. auto: a GPU if there is one.", "--device", panel=WHERE, metavar="DEVICE"),
