@@ -121,7 +121,7 @@ def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: i
         pairs = zip(summary[key]["each"], summary[f"map_{key}"]["each"], strict=True)
         assert key == "ece" or all(ours > point for ours, point in pairs)  # "for every seed"
     assert abs(mean["ece"] - mean["map_ece"]) < summary["map_ece"]["spread"]  # "within the spread"
-    assert (mean["ece"] > mean["map_ece"]) == (particles == 20)  # "a little worse with 20", "a hair better with 50"
+    assert mean["ece"] > mean["map_ece"]  # "on average a little worse"
     first = particles == 20
     for words in (
         f"AUROC of {mean['auroc_epistemic']:.3f} with 20" if first else f"and {mean['auroc_epistemic']:.3f} with 50",
