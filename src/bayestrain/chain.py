@@ -104,6 +104,20 @@ def _product(matrix: Tensor, state: Tensor, into: Tensor | None = None) -> Tenso
     return torch.bmm(matrix.expand(batch, -1, -1), state, out=out)
 
 
+def _to_inputs(matrix: Tensor, gradient: Tensor, into: Tensor, batch_last: bool, memory: Tensor) -> None:
+    """The last step back: the gradient of the inputs ``(rows, inputs)`` of the first product."""
+    batch, _, columns = gradient.shape
+    if not batch_last:
+        _product(matrix.mT, gradient, into.view(-1))
+    elif batch > 1 and columns == len(into):  # rows come before a slice's inputs: whole runs of these are copied
+        found = torch.bmm(
+            gradient.mT, matrix.expand(batch, -1, -1), out=memory[: into.numel()].view(batch, columns, -1)
+        )
+        into.view(columns, batch, -1).copy_(found.transpose(0, 1))
+    else:
+        into.copy_(_product(matrix.mT, gradient, memory).reshape(-1, len(into)).mT)
+
+
 class _Outer:
     """Adds up ``gradient @ state^T`` over slices and blocks of the batch, in single precision at least."""
 
@@ -256,10 +270,10 @@ class _ChainBlocks(torch.autograd.Function):
                 slices = batch if last else len(part) * batch
                 g = g.reshape(slices, matrix.shape[0], -1)
                 outer[k].add(g, inputs[k].reshape(slices, matrix.shape[1], -1))
-                if k or gx is not None:
-                    g = _product(matrix.mT, g, gx[rows].view(-1) if gx is not None and not (k or last) else down[k])
-            if gx is not None and last:
-                gx[rows].copy_(g.reshape(-1, len(part)).mT)
+                if k:
+                    g = _product(matrix.mT, g, down[k])
+                elif gx is not None:
+                    _to_inputs(matrix, g, gx[rows], last, down[0])
         gb = gradient.sum(0, dtype=bias.dtype) if ctx.needs_input_grad[1] else None
         return gx, gb, None, None, None, None, None, *(total.sum() for total in outer)
 
