@@ -32,6 +32,7 @@ class Machine:
     Args:
         rate: operations per second of large matrix products.
         bandwidth: bytes per second of a copy, read and write counted.
+        reading: bytes per second that a product reads and writes.
         launch: seconds that any operation takes at least.
         link: seconds that every product of a chain takes beyond that.
         half: a product with a dimension of this size reaches half the rate.
@@ -45,6 +46,7 @@ class Machine:
 
     rate: float
     bandwidth: float
+    reading: float
     launch: float
     link: float
     half: float
@@ -62,10 +64,10 @@ class Machine:
         return replace(self, rate=self.rate * times, conv_rate=self.conv_rate * times)
 
 
-CPU_THREAD = Machine(9.5e10, 1.2e10, 5e-6, 1.2e-5, 6.0, 3e-7, 1 << 20, 1 << 20, 16, 9.5e10, 4.0, 3e-5, 16)
+CPU_THREAD = Machine(9.5e10, 1.2e10, 4e10, 5e-6, 1.2e-5, 6.0, 3e-7, 1 << 20, 1 << 20, 16, 9.5e10, 4.0, 3e-5, 16)
 """One thread of a server's CPU (AMD EPYC), single precision."""
 
-CUDA = Machine(3.3e14, 3.5e12, 3e-6, 2e-6, 48.0, 2e-9, 32 << 20, 4 << 20, 1 << 62, 2e14, 32.0, 3e-6, 8)
+CUDA = Machine(3.3e14, 3.5e12, 3.5e12, 3e-6, 2e-6, 48.0, 2e-9, 32 << 20, 4 << 20, 1 << 62, 2e14, 32.0, 3e-6, 8)
 """An NVIDIA H200 with TF32, operations launched by a CUDA graph."""
 
 
@@ -126,9 +128,7 @@ class _Tally:
         share = math.prod(size / (size + machine.half) for size in (n, k, columns))
         slices = batch if min(n, columns) > 1 else 1
         self.seconds += times * (
-            machine.launch
-            + machine.slice * slices
-            + max(operations / (machine.rate * share), moved / machine.bandwidth)
+            machine.launch + machine.slice * slices + max(operations / (machine.rate * share), moved / machine.reading)
         )
         self.operations += times * operations / 2
         self.moved += times * moved
