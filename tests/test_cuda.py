@@ -148,7 +148,7 @@ def test_a_captured_step_is_the_ordinary_step_bit_for_bit() -> None:
         if number == 30:
             captured.fix_ranks_()
             ordinary.fix_ranks_()
-        ordinary.capture.steady = -1_000_000  # never captured
+        ordinary.capture.refused = True
         ours, theirs = captured.step(x, y), ordinary.step(x, y)
         used += captured.capture.recorded is not None
         assert torch.equal(ours.log_likelihood, theirs.log_likelihood), number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -75,3 +76,43 @@ def test_nothing_stays_behind_when_a_pass_fails() -> None:
     with pytest.raises(ShapeError), forming():
         model(x[:, :3])
     assert all(layer.given is None for layer in model.modules() if isinstance(layer, bt.TTConv2d | bt.TTLinear))
+
+
+def test_forced_plans_and_checkpoints_are_respected() -> None:
+    model, x = network((4, 4)), torch.randn(1, 6, 3, 3, dtype=torch.float64)
+    forming = FormTogether(model)
+    for _ in range(2):
+        with forming():
+            model(x)
+    layer = model[0]
+    assert isinstance(layer, bt.TTConv2d)
+    layer.force_plan("two-step")
+    for _ in range(3):
+        with forming():
+            model(x)
+    assert layer.plan is not None
+    assert layer.plan.kind == "two-step"
+    layer.force_plan("kernel")
+    expected = gradients(model, x)
+    for _ in range(3):
+        with forming():
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+            found = (y, *torch.autograd.grad(y.square().sum(), list(model.parameters())))
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b)
+
+
+def test_evaluation_after_training_together_sees_the_new_cores() -> None:
+    model, x = network((4, 4)), torch.randn(2, 6, 3, 3, dtype=torch.float64)
+    forming = FormTogether(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05, fused=True)
+    for _ in range(4):
+        with forming():
+            model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found = model(x)
+            fresh = network((4, 4))
+            fresh.load_state_dict(model.state_dict())
+            assert_close(found, fresh(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -129,6 +130,7 @@ class TestKept:
         ("other cores", lambda layer: layer.set_cores([2 * core.detach() for core in layer.cores])),
         ("other data", lambda layer: setattr(layer.cores[0], "data", layer.cores[0].data * 3)),
         ("dtype", lambda layer: layer.float()),
+        ("fused optimiser", lambda layer: _fused_step(layer)),
         ("forced", lambda layer: layer.force_plan("dense")),
     )
 
@@ -163,6 +165,96 @@ class TestKept:
             for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
                 assert_close(twin(x), y)
                 assert twin._kept is not layer._kept
+
+    def test_nothing_is_kept_in_training_mode(self) -> None:
+        layer, x = linear().train(), torch.randn(2, 56, dtype=torch.float64)
+        with torch.no_grad():
+            layer(x)
+            layer.cores[0].data.mul_(2)  # what no counter sees
+            assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+    def test_parametrised_and_inference_cores_are_never_stale(self) -> None:
+        layer, x = linear().eval(), torch.randn(2, 56, dtype=torch.float64)
+        scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        class Times(nn.Module):
+            def forward(self, core: Tensor) -> Tensor:
+                return core * scale
+
+        nn.utils.parametrize.register_parametrization(layer.cores, "0", Times())
+        with torch.no_grad():
+            before = layer(x)
+            scale.mul_(3)
+            assert_close(layer(x) - layer.bias, 3 * (before - layer.bias))
+        with torch.inference_mode():
+            made = linear().eval()
+            assert_close(made(x), F.linear(x, made.weight, made.bias))
+
+    def test_every_size_of_batch_shares_what_was_formed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer = linear().eval()
+        layer.force_plan("dense")
+        formed: list[int] = []
+        before = layer._factors
+        monkeypatch.setattr(layer, "_factors", lambda *what: formed.append(1) or before(*what))
+        with torch.no_grad():
+            for rows in (1, 2, 3, 1, 2, 3):
+                layer(torch.randn(rows, 56, dtype=torch.float64))
+        assert len(formed) == 1
+
+    def test_the_plan_is_that_of_the_last_pass(self) -> None:
+        torch.manual_seed(0)
+        layer = bt.TTLinear(784, 625, in_modes=(7, 4, 7, 4), out_modes=(5, 5, 5, 5), max_rank=8).eval()
+        with torch.no_grad():
+            for rows in (1, 1024, 1):
+                x = torch.randn(rows, 784)
+                layer(x)
+                assert layer.plan == layer.plan_for(x)
+
+
+def test_other_types_of_input_are_refused_as_by_a_dense_layer() -> None:
+    layer = linear(dtype=torch.float32)
+    for plan in ("dense", "right:2"):
+        layer.force_plan(plan)
+        for dtype in (torch.int64, torch.float64, torch.float16):
+            with pytest.raises(RuntimeError, match="dtype"):
+                layer(torch.ones(4, 56, dtype=dtype))
+
+
+def test_traces_and_many_gradients_at_once_take_plain_operations() -> None:
+    layer, x = linear(), torch.randn(20, 56, dtype=torch.float64)
+    for plan in ("right:2+recompute", "right:2", "dense+recompute"):
+        layer.force_plan(plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated, and warns of every Python branch, but still used
+            traced = torch.jit.trace(layer, x)
+        other = torch.randn(7, 56, dtype=torch.float64)
+        assert_close(traced(other), F.linear(other, layer.weight, layer.bias))
+        inputs = x.clone().requires_grad_()
+        gradients = torch.randn(3, 20, 30, dtype=torch.float64)
+        found = torch.autograd.grad(layer(inputs), inputs, gradients, is_grads_batched=True)[0]
+        assert_close(found, gradients @ layer.weight)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+        assert_close(tangent, torch.ones_like(x) @ layer.weight.mT)
+
+
+def test_a_graph_can_be_gone_through_twice() -> None:
+    layer, x = linear(), torch.randn(20, 56, dtype=torch.float64)
+    factors = chain.factors(list(layer.cores), (2,), "right")
+    y = chain.multiply_blocks(x, factors, layer.bias, 30, False, 8, False)
+    first = torch.autograd.grad(y.sum(), list(layer.cores), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(y.sum(), list(layer.cores)), strict=True):
+        assert_close(a, b)
+
+
+def _fused_step(layer: bt.TTLinear) -> None:
+    """In a loop as people write it; a fused optimiser does not touch the version counters."""
+    layer.train()
+    optimizer = torch.optim.Adam(layer.parameters(), 0.1, fused=True)
+    layer(torch.randn(4, 56, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    layer.eval()
 
 
 def _step(layer: bt.TTLinear) -> None:

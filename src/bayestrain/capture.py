@@ -1,6 +1,7 @@
 """A training step as a CUDA graph: hundreds of small kernels launched at once instead of one by one."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -32,14 +33,14 @@ class Capture:
 
     def __init__(self) -> None:
         self.recorded: RecordedStep | None = None
-        self.steady = 0
-        """Ordinary steps since the last `forget`."""
+        self.steady: Counter[torch.Size] = Counter()
+        """Ordinary steps since the last `forget`, by the shape of the batch."""
         self.refused = False
         """Whether recording has failed; it is not tried again."""
 
     def forget(self) -> None:
         """Shapes or places in memory have changed: record anew, after steps that let everything settle."""
-        self.recorded, self.steady = None, 0
+        self.recorded, self.steady = None, Counter()
 
     def step(
         self, advance: Step, x: Tensor, y: Tensor, prior: Prior | None, optimizer: torch.optim.Optimizer
@@ -47,10 +48,10 @@ class Capture:
         """Take the step ``advance(x, y)``, which ends with ``prior.step()`` if there is a prior."""
         if (prior is not None and prior.aligns_next) or self.refused or not can_capture(optimizer):
             return advance(x, y)  # an alignment is rare, and no work for a graph
-        if self.recorded is None and self.steady >= STEADY:
+        if self.recorded is None and self.steady[x.shape] >= STEADY:
             self._record(advance, x, y, prior, optimizer)
         if self.recorded is None or not self.recorded.fits(x, y):
-            self.steady += 1
+            self.steady[x.shape] += 1
             return advance(x, y)
         if prior is not None:
             prior.steps += 1  # all else that a step changes is on the device

@@ -46,14 +46,14 @@ def factors(cores: tt.Cores, cuts: Sequence[int], side: str) -> list[Factor]:
 def multiply(x: Tensor, chain: Sequence[Factor], batch_last: bool) -> Tensor:
     """``(B, inputs) -> (B, outputs)``."""
     state = states(x, chain, batch_last)[-1]
-    return state.reshape(-1, len(x)).mT if batch_last else state.reshape(len(x), -1)
+    return state.reshape(-1, x.shape[0]).mT if batch_last else state.reshape(x.shape[0], -1)
 
 
 def states(
     x: Tensor, chain: Sequence[Factor], batch_last: bool, into: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
     """What goes into every product, and what comes out of the last; `into` is memory for what comes out of each."""
-    state, rows, found = (x.mT, 1, []) if batch_last else (x, len(x), [])
+    state, rows, found = (x.mT, 1, []) if batch_last else (x, x.shape[0], [])
     for (matrix, batch), memory in zip(chain, into or [None] * len(chain), strict=True):
         state = state.reshape(rows * batch, matrix.shape[1], -1)
         found.append(state)
@@ -149,10 +149,17 @@ class _Outer:
         return (self.total.sum(0) if self.total.ndim == 3 else self.total).to(self.dtype)
 
 
+def _wants_plain() -> bool:
+    """Whether a backward pass is itself differentiated, or runs for many gradients at once."""
+    return torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
-    """Gradients that can be differentiated once more, by plain torch."""
+    """Gradients by plain torch, which can be differentiated once more."""
     wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(function(*inputs), wanted, gradient, create_graph=True))
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(function(*inputs), wanted, gradient, create_graph=further))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
@@ -162,7 +169,7 @@ def _plain(ctx: Any, batch_last: bool) -> Callable[..., Tensor]:
     def plain(x: Tensor, bias: Tensor | None, *matrices: Tensor) -> Tensor:
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
         y = multiply(x, chain, batch_last)[:, : ctx.outputs]
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)
 
     return plain
 
@@ -186,7 +193,7 @@ class _ChainRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, *matrices = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _wants_plain():
             gx, gb, *rest = _again(_plain(ctx, False), [x, bias, *matrices], gradient)
             return gx, gb, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
@@ -247,7 +254,7 @@ class _ChainBlocks(torch.autograd.Function):
         x, bias, *rest = ctx.saved_tensors
         count, last = len(ctx.batches), ctx.batch_last
         matrices, saved = rest[:count], rest[count:]
-        if torch.is_grad_enabled():
+        if _wants_plain():
             gx, gb, *rest = _again(_plain(ctx, last), [x, bias, *matrices], gradient)
             return gx, gb, None, None, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
@@ -312,10 +319,12 @@ class _DenseBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, left, right, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _wants_plain():
 
             def plain(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-                return F.linear(x, _DenseBlocks.weight(left, right)[: ctx.outputs], bias)
+                return F.linear(
+                    x, _DenseBlocks.weight(left, right)[: ctx.outputs], None if bias is None else bias.to(x.dtype)
+                )
 
             return *_again(plain, [x, left, right, bias], gradient), None, None
         (_, j, r), (_, n, k) = left.shape, right.shape

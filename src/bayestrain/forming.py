@@ -24,9 +24,11 @@ class FormTogether:
 
         forming = FormTogether(model)
         with forming():
-            loss = F.cross_entropy(model(x), y)
+            F.cross_entropy(model(x), y).backward()
 
-    A layer's plan must be known, so the first pass, and the first after ranks have changed, is an ordinary one.
+    A layer's plan must be known, so the first pass, and the first after ranks have changed, is an ordinary one. The
+    backward pass belongs inside where parts of the model are checkpointed, which run once more in it. A layer that a
+    pass leaves out gets gradients of zero.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,7 +38,10 @@ class FormTogether:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        ranks = tuple((layer.ranks, layer.cores[0].device, layer.cores[0].dtype) for layer in self.layers)
+        ranks = tuple(
+            (layer.ranks, layer.cores[0].device, layer.cores[0].dtype, layer.low_memory, layer.forced_plan)
+            for layer in self.layers
+        )
         if ranks != self._ranks:
             self._ranks, self._groups = ranks, None
             yield

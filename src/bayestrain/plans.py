@@ -192,7 +192,7 @@ def _linear_costs(shape: TrainShape, task: Task, machine: Machine) -> Iterator[C
             plan, dense.seconds + again.seconds, dense.operations + again.operations, dense.moved + again.moved, 0.0
         )
     cuts = chain.from_iterable(combinations(range(1, d), count) for count in range(1, d))
-    few = [*islice(cuts, MAX_CUTS)]
+    few = dict.fromkeys([*islice(cuts, MAX_CUTS), tuple(range(1, d))])
     for side in ("left", "right"):
         for chosen in few:
             kept = _chain_cost(shape, task, machine, side, chosen, recompute=False)

@@ -48,7 +48,7 @@ class PlanReport:
     @property
     def ratio(self) -> float:
         """Predicted time of all these layers in units of the dense ones'."""
-        return sum(row.seconds for row in self.layers) / sum(row.dense_seconds for row in self.layers)
+        return sum(row.seconds for row in self.layers) / (sum(row.dense_seconds for row in self.layers) or 1.0)
 
     def verdict(self) -> str:
         """One sentence: where a tensor train cannot win, and why."""
@@ -74,26 +74,28 @@ class PlanReport:
 
 
 def plan_report(model: nn.Module, x: Tensor, training: bool = False) -> PlanReport:
-    """Send `x` through the model once, in evaluation mode, and note how every tensor-train layer is run.
+    """Send `x` through the model once, in evaluation mode, and note how every call of a tensor-train layer is run.
 
     With `training` the plans are those of a forward and backward pass.
     """
     names = {layer: name for name, layer in tt_layers(model).items()}
-    rows: dict[str, PlannedLayer] = {}
+    rows: list[PlannedLayer] = []
 
-    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         assert isinstance(layer, TTLayer)
-        (x,) = inputs
+        (x,) = (*inputs, *named.values())
         costs, chosen, dense = layer.plan_costs(x), layer.plan_for(x), layer.dense_cost(x)
         cost = next(cost for cost in costs if cost.plan == chosen)
         others = tuple((cost.plan.name, cost.seconds) for cost in costs)
-        rows[names[layer]] = PlannedLayer(
-            names[layer], tuple(x.shape), chosen.name, cost.seconds, cost.operations, dense.seconds, dense.operations,
-            others,
+        rows.append(
+            PlannedLayer(
+                names[layer], tuple(x.shape), chosen.name, cost.seconds, cost.operations, dense.seconds,
+                dense.operations, others,
+            )
         )  # fmt: skip
 
     modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_pre_hook(note) for layer in names]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in names]
     try:
         model.eval()
         with torch.set_grad_enabled(training):
@@ -103,4 +105,4 @@ def plan_report(model: nn.Module, x: Tensor, training: bool = False) -> PlanRepo
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    return PlanReport(tuple(rows.values()), training)
+    return PlanReport(tuple(rows), training)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bayestrain import shrinkage, tt
 from bayestrain.errors import ConversionError, ShapeError
-from bayestrain.layers.planned import Kept, transformed
+from bayestrain.layers.planned import Kept, traced, transformed
 from bayestrain.plans import Cost, Plan
 
 
@@ -44,12 +44,19 @@ def own_precision(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+LOWERED = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that autocast brings into its own."""
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for this input."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype in LOWERED
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The type that products with this input are computed in: autocast's, where it is on."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.is_floating_point():
-        return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 else x.dtype
-    return x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
 
 
 class RankState(nn.Module):
@@ -159,6 +166,11 @@ class TTLayer(nn.Module, ABC):
         self._kept.forget()
 
     @property
+    def forced_plan(self) -> str | None:
+        """The plan that was forced, if one was."""
+        return self._forced
+
+    @property
     def plan(self) -> Plan | None:
         """How the last pass was run; None before the first."""
         return self._kept.plan
@@ -167,14 +179,34 @@ class TTLayer(nn.Module, ABC):
         """Whether a pass now would be followed by a backward pass."""
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
-    def _infers(self) -> bool:
-        """Whether a pass now is one in which factors may be kept: no gradients, nobody looking on."""
-        return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed())
+    def _keeps(self) -> bool:
+        """Whether what a pass forms now may be kept: evaluation, no gradients, nobody looking on."""
+        watched = self.training or torch.is_grad_enabled() or traced() or transformed()
+        return not watched and len(self.cores._parameters) == len(self.cores)  # a parametrised core is elsewhere
+
+    def _note(self, plan: Plan) -> None:
+        """Remember how the pass is run."""
+        if not torch.compiler.is_compiling():
+            self._kept.plan = plan
+
+    def _forget(self) -> None:
+        """A pass with gradients: the cores are about to change."""
+        if not torch.compiler.is_compiling():
+            self._kept.forget()
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether an input's type is one for the cores: their own, or one that autocast makes the same."""
+        like = self.cores[0].dtype
+        return x.dtype == like or autocasts(x)
 
     def train(self, mode: bool = True) -> Self:
         """As for any module; factors kept for inference are forgotten."""
         self._kept.forget()
         return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._kept.forget()  # what was formed elsewhere shall not stay there
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ConversionError, ShapeError
 from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
-from bayestrain.layers.planned import COMPILED_PLACES, machine, transformed
+from bayestrain.layers.planned import COMPILED_PLACES, machine, traced, transformed
 from bayestrain.layers.start import default_bias, start_variance
 from bayestrain.plans import ConvShape, Cost, Plan, Task, best_conv, conv_costs, dense_cost
 
@@ -174,23 +174,28 @@ class TTConv2d(TTLayer):
                 f"got {tuple(x.shape)}."
             )
         if self.given is not None:
+            self._forget()
             return self._convolve(x, self._in_format(x, self.given), self.bias)
-        if self._infers():
-            cores, name = self.cores._parameters.values(), (x.shape, x.dtype, _channels_last(x))
-            kernels = self._kept.get(cores, name, lambda: self._prepare(x))  # type: ignore[arg-type]
+        if self._keeps():
+            cores, kind = self.cores._parameters.values(), (x.shape, x.dtype, _channels_last(x))
+            plan, kernels = self._kept.run(cores, kind, lambda: self._prepare(x, keep=True))  # type: ignore[arg-type]
         else:
-            if not torch.compiler.is_compiling():
-                self._kept.forget()
-            kernels = self._prepare(x)
+            self._forget()
+            plan, kernels = self._prepare(x)
+        self._note(plan)
         if len(kernels) == 1:
             return self._convolve(x, kernels[0], self.bias)
         return F.conv2d(self._convolve(x, kernels[0], None), kernels[1], self.bias)
 
-    def _prepare(self, x: Tensor) -> list[Tensor]:
-        """The full kernel, or the two of the two-step form, as the plan wants it."""
+    def _prepare(self, x: Tensor, keep: bool = False) -> tuple[Plan, list[Tensor]]:
+        """The plan for inputs like this one, and the kernels that it wants."""
         plan = self.plan_for(x)
-        if not torch.compiler.is_compiling():
-            self._kept.plan = plan
+        if keep:
+            return plan, self._kept.formed((plan.kind, _channels_last(x)), lambda: self._kernels(plan, x))
+        return plan, self._kernels(plan, x)
+
+    def _kernels(self, plan: Plan, x: Tensor) -> list[Tensor]:
+        """The full kernel, or the two of the two-step form."""
         with own_precision(x):
             if plan.kind == "kernel":
                 return [self._in_format(x, self.weight)]
@@ -216,7 +221,7 @@ class TTConv2d(TTLayer):
 
     def plan_for(self, x: Tensor) -> Plan:
         """How this input would be convolved: the cheaper plan, or the forced one."""
-        if torch.compiler.is_compiling():
+        if traced():
             modes = (math.prod(self.kernel_size), self.in_modes, self.out_modes, self.ranks)
             return _compiled_plan(*modes, x.device.type, product_dtype(x), self._trains(x), self._forced)  # type: ignore[no-any-return]
         return best_conv(self._shape(), self._task(x), machine(x.device.type, product_dtype(x)), self._forced)
@@ -225,10 +230,9 @@ class TTConv2d(TTLayer):
         return ConvShape(math.prod(self.kernel_size), self.in_modes, self.out_modes, self.ranks)
 
     def _task(self, x: Tensor) -> Task:
-        """What is asked of the layer, in positions of the output; inference finds its kernels formed."""
-        training = self._trains(x)
+        """What is asked of the layer, in positions of the output; inference that may keep kernels finds them formed."""
         places = x.numel() // self.in_channels // math.prod(_pair(self.stride))
-        return Task(max(1, places), product_dtype(x).itemsize, training, not training)
+        return Task(max(1, places), product_dtype(x).itemsize, self._trains(x), self._keeps())
 
     def _convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve with this layer's stride, padding and dilation."""

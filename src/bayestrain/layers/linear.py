@@ -12,7 +12,7 @@ from bayestrain import chain, tt
 from bayestrain import modes as mode_tools
 from bayestrain.errors import ShapeError
 from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
-from bayestrain.layers.planned import COMPILED_ROWS, machine, transformed
+from bayestrain.layers.planned import COMPILED_ROWS, machine, traced, transformed
 from bayestrain.layers.start import default_bias, start_variance
 from bayestrain.plans import Cost, Plan, Task, TrainShape, best_linear, dense_cost, linear_costs
 
@@ -125,26 +125,32 @@ class TTLinear(TTLayer):
             raise ShapeError(
                 f"TTLinear expects {self.in_features} features in the last dimension, got {tuple(x.shape)}."
             )
-        if self.given is not None or not x.numel():
-            return F.linear(x, self.weight if self.given is None else self.given, self.bias)
-        if self._infers():
-            cores = self.cores._parameters.values()
-            run = self._kept.get(cores, (x.shape[:-1], product_dtype(x), x.dtype), lambda: self._prepare(x))  # type: ignore[arg-type]
-            return run(x)
-        if not torch.compiler.is_compiling():
-            self._kept.forget()
+        if self.given is not None:
+            self._forget()
+            return F.linear(x, self.given, self.bias)
+        if not x.numel() or not self._fits(x):  # nothing to plan, or an error that PyTorch words best
+            return F.linear(x, self.weight, self.bias)
+        if self._keeps():
+            cores, kind = self.cores._parameters.values(), (x.shape[:-1], product_dtype(x), x.dtype)
+            return self._kept.run(cores, kind, lambda: self._prepare(x, keep=True))(x)  # type: ignore[arg-type]
+        self._forget()
         return self._prepare(x)(x)
 
-    def _prepare(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+    def _prepare(self, x: Tensor, keep: bool = False) -> Callable[[Tensor], Tensor]:
         """How to run inputs like this one, with everything formed that depends on the cores alone."""
-        plain = torch.compiler.is_compiling() or transformed()
-        plan = self.plan_for(x)
-        if not torch.compiler.is_compiling():
-            self._kept.plan = plan
-        factors = self._factors(plan, x)
-        if plan.kind == "dense" and (plain or not plan.recompute):
-            return lambda x: self._dense(x, factors)
-        return lambda x: self._chained(x, plan, factors, plain)
+        plain, plan = traced() or transformed(), self.plan_for(x)
+        if keep:
+            name = (plan.kind, plan.side, plan.cuts, product_dtype(x))
+            factors = self._kept.formed(name, lambda: self._factors(plan, x))
+        else:
+            factors = self._factors(plan, x)
+        dense = plan.kind == "dense" and (plain or not plan.recompute)
+
+        def run(x: Tensor) -> Tensor:
+            self._note(plan)
+            return self._dense(x, factors) if dense else self._chained(x, plan, factors, plain)
+
+        return run
 
     def _factors(self, plan: Plan, x: Tensor) -> Factors:
         """What the plan multiplies by: the weight, its two halves, or the factors of a chain."""
@@ -203,16 +209,15 @@ class TTLinear(TTLayer):
     def plan_for(self, x: Tensor) -> Plan:
         """How this input would be multiplied: the cheapest plan, or the forced one."""
         choice = (self.low_memory, self._forced)
-        if torch.compiler.is_compiling():
+        if traced():
             modes = (self.out_modes, self.in_modes, self.ranks)
             return _compiled_plan(*modes, x.device.type, product_dtype(x), self._trains(x), *choice)  # type: ignore[no-any-return]
         shape = TrainShape(self.out_modes, self.in_modes, self.ranks)
         return best_linear(shape, self._task(x), machine(x.device.type, product_dtype(x)), *choice)
 
     def _task(self, x: Tensor) -> Task:
-        """What is asked of the layer; inference finds its factors formed."""
-        training = self._trains(x)
-        return Task(max(1, math.prod(x.shape[:-1])), product_dtype(x).itemsize, training, not training)
+        """What is asked of the layer; inference that may keep its factors finds them formed."""
+        return Task(max(1, math.prod(x.shape[:-1])), product_dtype(x).itemsize, self._trains(x), self._keeps())
 
     def extra_repr(self) -> str:
         return (

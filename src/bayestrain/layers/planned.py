@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bayestrain import plans
 
@@ -14,8 +15,8 @@ Formed = TypeVar("Formed")
 MEASURED: dict[str, plans.Machine] = {}
 """Machines that were calibrated in this process, by kind of device."""
 
-MOST_KEPT = 8
-"""Shapes of inputs that a layer is prepared for at a time."""
+MOST_KEPT = 256
+"""Shapes of inputs whose plans a layer remembers."""
 
 COMPILED_ROWS, COMPILED_PLACES = 256, 256 * 256
 """Batch, and positions of a convolution's output, that a compiled layer is planned for: its plan must not depend on the
@@ -39,41 +40,55 @@ def _machine(kind: str, dtype: torch.dtype, tf32: bool, threads: int, measured: 
     return found.faster(threads * {torch.float64: 0.5}.get(dtype, 1.0))
 
 
+def traced() -> bool:
+    """Whether the pass is being recorded for other inputs: then its plan must not depend on this one."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def transformed() -> bool:
-    """Whether a transformation of `torch.func` (vmap, grad, ..) is at work: then only plain torch will do."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transformation of `torch.func` or forward-mode differentiation is at work: only plain torch will do."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class Kept:
-    """What a layer prepared for inference, kept as long as its cores are the same; and the plan it last ran.
+    """What a layer formed for inference, kept as long as its cores are the same; and the plan it last ran.
 
     A change is seen by the tensors' version counters and addresses. Writing through ``core.data`` hides it from the
-    counter; a call of ``train()`` or ``eval()``, or any pass with gradients, makes all be formed anew.
+    counter, and so does a replayed CUDA graph; a call of ``train()`` or ``eval()``, or any pass with gradients, makes
+    all be formed anew.
     """
 
     def __init__(self) -> None:
         self.plan: plans.Plan | None = None
         self._key: list[int] = []
         self._held: list[Tensor] = []
-        self._values: dict[object, object] = {}
+        self._runs: dict[object, object] = {}
+        self._formed: dict[object, object] = {}
 
     def forget(self) -> None:
-        """Drop what was prepared."""
+        """Drop what was formed."""
         if self._key:
-            self._key, self._held, self._values = [], [], {}
+            self._key, self._held, self._runs, self._formed = [], [], {}, {}
 
-    def get(self, cores: Collection[Tensor], name: object, form: Callable[[], Formed]) -> Formed:
-        """What `form` returns, from before if it can be."""
-        key = [number for core in cores for number in (core.data_ptr(), core._version)]
+    def run(self, cores: Collection[Tensor], name: object, make: Callable[[], Formed]) -> Formed:
+        """What `make` returns for inputs of this name, from before if it can be."""
+        key = [number for core in cores for number in (core.data_ptr(), -1 if core.is_inference() else core._version)]
         if key != self._key:
+            self.forget()
             # The cores are held, so that no other tensor can come to lie at their address.
-            self._key, self._held, self._values = key, [core.detach() for core in cores], {}
-        found = self._values.get(name)
+            self._key, self._held = key, [core.detach() for core in cores]
+        found = self._runs.get(name)
         if found is None:
-            if len(self._values) >= MOST_KEPT:
-                self._values.clear()
-            found = self._values[name] = form()
+            if len(self._runs) >= MOST_KEPT:
+                self._runs.clear()
+            found = self._runs[name] = make()
         return found  # type: ignore[return-value]
+
+    def formed(self, name: object, form: Callable[[], Formed]) -> Formed:
+        """What `form` returns, formed once for all inputs that need it. Only inside of `run`."""
+        if name not in self._formed:
+            self._formed[name] = form()
+        return self._formed[name]  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: object) -> "Kept":
         return Kept()

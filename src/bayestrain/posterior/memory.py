@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayestrain.errors import ConfigError
@@ -104,7 +103,7 @@ def activation_bytes(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor)
     devices = [x.device] if x.device.type == "cuda" else []
     keep_noted = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
     with torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
-        functional_call(joint, point, ("likelihood", x, y))
+        joint.batched({name: tensor[None] for name, tensor in point.items()}, "likelihood", x, y)  # as a step runs it
     return BACKWARD * (sum(saved.values()) + int(largest.bytes))
 
 

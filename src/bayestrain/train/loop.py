@@ -23,6 +23,7 @@ from bayestrain.infer import imq, rbf
 from bayestrain.posterior import Posterior
 from bayestrain.prior import NormalPrior, Prior
 from bayestrain.speed import plan_report
+from bayestrain.train.arithmetic import lowered, products
 from bayestrain.train.checkpoint import BEST, LAST, History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.particles import ParticleSubject
@@ -88,7 +89,8 @@ def fit(
     run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
     x, _ = next(train.batches(min(config.batch_size, len(train)), shuffle=False, device=place))
     x = x if augment is None else augment(x, torch.Generator(place).manual_seed(seed))
-    watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
+    with products(config.precision, place), lowered(config.precision, place):
+        watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
     if resume and folder is not None:
         run.restore(load_checkpoint(folder))
     return run.run()

@@ -74,14 +74,14 @@ class Point(Subject):
             if self.prior is not None:
                 self.prior.move_lambdas_()
                 prior, scales = self.prior.gradients(self._weight), self.prior.scales()
-        with products(self.config.precision, self.device):
-            with lowered(self.config.precision, self.device), self.forming():
+        with products(self.config.precision, self.device), self.forming():
+            with lowered(self.config.precision, self.device):
                 outputs = self.model(self.arrange(x))
             data = self.loss(outputs.float(), y)
             data.backward()
         data = data.detach()
         if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
         prior_loss = torch.zeros_like(data) if prior is None else prior.add_()
         if self.config.clip_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
@@ -99,7 +99,7 @@ class Point(Subject):
         if self._side is None:
             yield
             return
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             yield
 
@@ -140,6 +140,8 @@ class Point(Subject):
         }
 
     def evaluated(self) -> nn.Module:
+        for layer in tt_layers(self.model).values():
+            layer.train(layer.training)  # a replayed step leaves no trace by which layers know that cores have changed
         return self.model
 
     def mend(self) -> list[str]:
@@ -148,8 +150,9 @@ class Point(Subject):
             raise TrainingError("a weight")
         return []
 
-    def finish(self, inputs: Iterable[Tensor]) -> None:
-        """Nothing: batch norm's running averages are those of one network that has come to rest."""
+    def finish(self, inputs: Iterable[Tensor]) -> None:  # noqa: ARG002
+        """Nothing to estimate: batch norm's running averages are those of one network that has come to rest."""
+        self.evaluated()
 
     def largest_layer(self) -> str:
         return max(tt_layers(self.model).items(), key=lambda item: _size(item[1]), default=("", None))[0]
