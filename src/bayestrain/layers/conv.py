@@ -271,5 +271,6 @@ def _compiled_plan(
     training: bool, forced: str | None,
 ) -> Plan:  # fmt: skip
     """The plan of a compiled layer, which the compiler need not look into."""
+    chain_ranks = tuple(map(int, ranks))  # tensors while `torch.jit.trace` looks on
     task = Task(COMPILED_PLACES, dtype.itemsize, training)
-    return best_conv(ConvShape(taps, ins, outs, ranks), task, machine(device, dtype), forced)
+    return best_conv(ConvShape(taps, ins, outs, chain_ranks), task, machine(device, dtype), forced)

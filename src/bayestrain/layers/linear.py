@@ -254,5 +254,6 @@ def _compiled_plan(
     training: bool, low_memory: bool, forced: str | None,
 ) -> Plan:  # fmt: skip
     """The plan of a compiled layer, which the compiler need not look into."""
+    chain_ranks = tuple(map(int, ranks))  # tensors while `torch.jit.trace` looks on
     task = Task(COMPILED_ROWS, dtype.itemsize, training)
-    return best_linear(TrainShape(outs, ins, ranks), task, machine(device, dtype), low_memory, forced)
+    return best_linear(TrainShape(outs, ins, chain_ranks), task, machine(device, dtype), low_memory, forced)
