@@ -149,9 +149,11 @@ class _Outer:
         return (self.total.sum(0) if self.total.ndim == 3 else self.total).to(self.dtype)
 
 
-def _wants_plain() -> bool:
+def _wants_plain(gradient: Tensor) -> bool:
     """Whether a backward pass is itself differentiated, or runs for many gradients at once."""
-    return torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    functorch = torch._C._functorch
+    transformed = functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(gradient)
+    return torch.is_grad_enabled() or bool(transformed)
 
 
 def _again(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
@@ -193,7 +195,7 @@ class _ChainRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, *matrices = ctx.saved_tensors
-        if _wants_plain():
+        if _wants_plain(gradient):
             gx, gb, *rest = _again(_plain(ctx, False), [x, bias, *matrices], gradient)
             return gx, gb, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
@@ -254,7 +256,7 @@ class _ChainBlocks(torch.autograd.Function):
         x, bias, *rest = ctx.saved_tensors
         count, last = len(ctx.batches), ctx.batch_last
         matrices, saved = rest[:count], rest[count:]
-        if _wants_plain():
+        if _wants_plain(gradient):
             gx, gb, *rest = _again(_plain(ctx, last), [x, bias, *matrices], gradient)
             return gx, gb, None, None, None, None, None, *rest
         chain = [Factor(*pair) for pair in zip(matrices, ctx.batches, strict=True)]
@@ -319,7 +321,7 @@ class _DenseBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, left, right, bias = ctx.saved_tensors
-        if _wants_plain():
+        if _wants_plain(gradient):
 
             def plain(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
                 return F.linear(
