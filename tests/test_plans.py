@@ -233,7 +233,8 @@ def test_traces_and_many_gradients_at_once_take_plain_operations() -> None:
         gradients = torch.randn(3, 20, 30, dtype=torch.float64)
         found = torch.autograd.grad(layer(inputs), inputs, gradients, is_grads_batched=True)[0]
         assert_close(found, gradients @ layer.weight)
-        with torch.autograd.forward_ad.dual_level():
+        with torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch's own way to forward mode
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
         assert_close(tangent, torch.ones_like(x) @ layer.weight.mT)
