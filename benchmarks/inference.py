@@ -141,18 +141,23 @@ def measure(network: Network, images: int, rounds: int, passes: int) -> dict[str
         model.eval()
     x = torch.randn(images, *network.shape)
     largest_error = error(small, dense, x[:64])
+    last = copy.deepcopy(dense).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def run(name: str, images: Tensor, how: str) -> Any:
+        return whole(small if name == "ours" else last if "last" in how else dense, images, how)
+
     best, tried = {}, {}
     formats = list(FORMATS) if network.shape[0] > 1 else [""]
     ways = [f"{size}{form}" for size in BATCHES if size <= images for form in formats]
-    for name, model in (("dense", dense), ("ours", small)):
-        calls = {how: whole(model, x[: int(how.split()[0])], how) for how in ways}
+    for name in ("dense", "ours"):
+        calls = {how: run(name, x[: int(how.split()[0])], how) for how in ways}
         times = interleaved(calls, rounds=max(3, rounds // 8), at_least=1e-2)
         tried[name] = {how: int(how.split()[0]) / times[how]["seconds"] for how in times}
         best[name] = max(tried[name], key=lambda how, name=name: tried[name][how])
     usual = max((how for how in ways if "last" not in how), key=lambda how: tried["dense"][how])
-    runs = {"dense": whole(dense, x, best["dense"]), "ours": whole(small, x, best["ours"])}
+    runs = {name: run(name, x, best[name]) for name in ("dense", "ours")}
     if usual != best["dense"]:
-        runs["dense in the usual format"] = whole(dense, x, usual)
+        runs["dense in the usual format"] = run("dense", x, usual)
     full = interleaved(runs, rounds=passes, at_least=0.0)
     one = x[:1].clone()
     single = interleaved({"dense": lambda: dense(one), "ours": lambda: small(one)}, rounds=rounds, at_least=2e-2)

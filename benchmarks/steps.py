@@ -63,7 +63,7 @@ class Step:
             self.take = self.capture()
 
     def advance(self) -> Tensor:
-        """One step, as `bayestrain.fit` takes it: the prior beside the network, on a GPU in a stream of its own."""
+        """One step, arranged as in `bayestrain.fit`: the prior beside the network, on a GPU in a stream of its own."""
         self.optimizer.zero_grad(set_to_none=True)
         added = self._prior() if self.side is None else self._prior_beside(self.side)
         with self.forming():

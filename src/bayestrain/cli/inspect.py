@@ -33,6 +33,8 @@ def inspect(
     """
     from bayestrain.saved import read_description, require
 
+    if as_json and plan:
+        raise ConfigError("--json prints model.json, which holds no plans. Leave one of --json and --plan out.")
     description = read_description(existing(file))[1]
     if as_json:
         print_json(description)

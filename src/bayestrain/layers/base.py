@@ -177,7 +177,11 @@ class TTLayer(nn.Module, ABC):
 
     def _trains(self, x: Tensor) -> bool:
         """Whether a pass now would be followed by a backward pass."""
-        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        if not torch.is_grad_enabled():
+            return False
+        if x.requires_grad or (self.bias is not None and self.bias.requires_grad):
+            return True
+        return any(core.requires_grad for core in self.cores)
 
     def _keeps(self) -> bool:
         """Whether what a pass forms now may be kept: evaluation, no gradients, nobody looking on."""
