@@ -45,7 +45,9 @@ def factors(cores: tt.Cores, cuts: Sequence[int], side: str) -> list[Factor]:
 
 def multiply(x: Tensor, chain: Sequence[Factor], batch_last: bool) -> Tensor:
     """``(B, inputs) -> (B, outputs)``."""
-    state = states(x, chain, batch_last)[-1]
+    state, rows = (x.mT, 1) if batch_last else (x, x.shape[0])
+    for matrix, batch in chain:
+        state = _product(matrix, state.reshape(rows * batch, matrix.shape[1], -1))
     return state.reshape(-1, x.shape[0]).mT if batch_last else state.reshape(x.shape[0], -1)
 
 
@@ -96,9 +98,10 @@ def dense_blocks(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, ou
 def _product(matrix: Tensor, state: Tensor, into: Tensor | None = None) -> Tensor:
     """`matrix` ``(n, K)`` times every slice of `state` ``(batch, K, N)``, perhaps in the memory of a flat `into`."""
     batch, _, columns = state.shape
-    out = None if into is None else into[: batch * len(matrix) * columns].view(batch, len(matrix), columns)
+    out = None if into is None else into[: batch * matrix.shape[0] * columns].view(batch, matrix.shape[0], columns)
     if columns == 1:
-        return torch.mm(state.squeeze(2), matrix.mT, out=None if out is None else out.squeeze(2)).unsqueeze(2)
+        found = torch.mm(state.squeeze(2), matrix.mT, out=None if out is None else out.squeeze(2))
+        return found.unsqueeze(2)
     if batch == 1:
         return torch.mm(matrix, state.squeeze(0), out=None if out is None else out.squeeze(0)).unsqueeze(0)
     return torch.bmm(matrix.expand(batch, -1, -1), state, out=out)

@@ -51,7 +51,9 @@ LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for this input."""
     kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype in LOWERED
+    if kind not in ("cpu", "cuda") and not torch.amp.is_autocast_available(kind):
+        return False
+    return torch.is_autocast_enabled(kind) and x.dtype in LOWERED
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayestrain import chain, tt
 from bayestrain import modes as mode_tools
 from bayestrain.errors import ShapeError
-from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
+from bayestrain.layers.base import TTLayer, autocasts, check_dense, own_precision, product_dtype
 from bayestrain.layers.planned import COMPILED_ROWS, machine, traced, transformed
 from bayestrain.layers.start import default_bias, start_variance
 from bayestrain.plans import Cost, Plan, Task, TrainShape, best_linear, dense_cost, linear_costs
@@ -128,8 +128,6 @@ class TTLinear(TTLayer):
         if self.given is not None:
             self._forget()
             return F.linear(x, self.given, self.bias)
-        if not x.numel() or not self._fits(x):  # nothing to plan, or an error that PyTorch words best
-            return F.linear(x, self.weight, self.bias)
         if self._keeps():
             cores, kind = self.cores._parameters.values(), (x.shape[:-1], product_dtype(x), x.dtype)
             return self._kept.run(cores, kind, lambda: self._prepare(x, keep=True))(x)  # type: ignore[arg-type]
@@ -138,19 +136,32 @@ class TTLinear(TTLayer):
 
     def _prepare(self, x: Tensor, keep: bool = False) -> Callable[[Tensor], Tensor]:
         """How to run inputs like this one, with everything formed that depends on the cores alone."""
-        plain, plan = traced() or transformed(), self.plan_for(x)
+        if not x.numel() or not self._fits(x):  # nothing to plan, or an error that PyTorch words best
+            return lambda x: F.linear(x, self.weight, self.bias)
+        plain, plan, dtype = traced() or transformed(), self.plan_for(x), product_dtype(x)
         if keep:
-            name = (plan.kind, plan.side, plan.cuts, product_dtype(x))
-            factors = self._kept.formed(name, lambda: self._factors(plan, x))
+            factors = self._kept.formed((plan.kind, plan.side, plan.cuts, dtype), lambda: self._factors(plan, x))
         else:
             factors = self._factors(plan, x)
         dense = plan.kind == "dense" and (plain or not plan.recompute)
+        whole = (math.prod(self.in_modes), math.prod(self.out_modes)) == (self.in_features, self.out_features)
+        rows_first = plan.kind == "chain" and not plan.batch_last and plan.block >= max(1, x.numel() // x.shape[-1])
+        if keep and (dense or (rows_first and whole and x.ndim == 2 and x.dtype == dtype and not autocasts(x))):
+            return lambda x: self._small(x, plan, factors)
 
         def run(x: Tensor) -> Tensor:
             self._note(plan)
             return self._dense(x, factors) if dense else self._chained(x, plan, factors, plain)
 
         return run
+
+    def _small(self, x: Tensor, plan: Plan, factors: Factors) -> Tensor:
+        """By the weight, or a few rows through a chain, in as little time as Python allows."""
+        self._kept.plan = plan
+        if isinstance(factors, Tensor):
+            return F.linear(x, factors, self.bias)
+        y = chain.multiply(x, factors, False)  # type: ignore[arg-type]
+        return y if self.bias is None else y + self.bias
 
     def _factors(self, plan: Plan, x: Tensor) -> Factors:
         """What the plan multiplies by: the weight, its two halves, or the factors of a chain."""
