@@ -103,6 +103,43 @@ def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
         assert all(row["within_limit_at_50"] and row["correlation_with_line"] > 0.9 for row in bench["memory"])
 
 
+SPEED = {
+    "layers-cpu": {
+        "784x625, ranks 4 2 3, batch 1024, training": "784x625 linear at learned ranks (4, 2, 3), training, batch 1024, 2 CPU cores",  # noqa: E501
+        "784x625, ranks 4 2 3, batch 1, inference": "the same, one image, inference",
+        "784x625, rank 20, batch 128, training": "the same at rank 20, training, batch 128: it forms its weight",
+        "conv 3x3 128->128 on 32x32, middle bond 16, batch 8, training": "3x3 convolution, 128 channels, middle rank 16, training, 2 CPU cores",  # noqa: E501
+    },
+    "layers-cuda": {
+        "4096x4096, rank 4, batch 4096, training, tf32, captured": "4096x4096 at rank 4, batch 4096, training, TF32, in a CUDA graph, H200",  # noqa: E501
+        "8192x8192, rank 8, batch 4096, training, tf32, captured": "8192x8192 at rank 8, the same",
+    },
+    "steps-cuda": {
+        "training step, cifar10-cnn, batch 128, tf32": "CIFAR-10 CNN at its starting ranks, captured step with prior, TF32, H200",  # noqa: E501
+        "training step, cifar10-resnet110, batch 128, tf32": "ResNet-110, the same",
+    },
+}
+"""Per file of the benchmarks, what it claims and how the README calls that."""
+
+
+def claims(name: str) -> dict[str, float]:
+    report = json.loads((ROOT / "results" / "benchmarks" / f"{name}.json").read_text())
+    assert not report["quick"]
+    return {claim["what"]: claim["measured"] for claim in report["claims"]}
+
+
+def test_the_readmes_speed_is_that_of_the_benchmarks() -> None:
+    text = README.read_text()
+    for name, rows in SPEED.items():
+        measured = claims(name)
+        for what, label in rows.items():
+            assert f"| {label} | {measured[what]:.2f} |" in text, label
+    steps, words = claims("steps-cuda"), " ".join(text.split())
+    particles = "MNIST, 5,000 SVGD iterations of 50 particles, ranks cut on the way"
+    assert f"epochs of MNIST take {steps['MNIST, 100 epochs of MAP']:.1f} s" in words
+    assert f"SVGD steps of 50 particles {steps[particles]:.1f} s" in words
+
+
 @pytest.mark.parametrize("particles", [20, 50])
 def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
     text, folder = " ".join(README.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
