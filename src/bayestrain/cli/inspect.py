@@ -61,7 +61,8 @@ def _plan_table(file: Path, description: dict[str, Any], batch: int, training: b
             "bayestrain.plan_report(model, x)."
         )
     network = load_posterior(file).template if description.get("particles") else load_model(file)
-    head = f"{'Training step' if training else 'Forward pass'}, {batch} {'image' if batch == 1 else 'images'}, {torch.get_num_threads()} threads"
+    what, images = "Training step" if training else "Forward pass", "image" if batch == 1 else "images"
+    head = f"{what}, {batch} {images}, {torch.get_num_threads()} threads"
     return f"{head}\n{plan_report(network, torch.rand(batch, *shape), training)}"
 
 
