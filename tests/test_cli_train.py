@@ -210,6 +210,18 @@ def test_inspect_shows_the_ranks(run: Path) -> None:
     assert f"{result['params']:,}" in table.splitlines()[-1]
 
 
+def test_inspect_shows_how_layers_run(run: Path) -> None:
+    table = answer("inspect", str(run), "--plan", "--batch", "1")
+    assert table.startswith("Forward pass, 1 image, ")
+    assert "forward pass" in table.splitlines()[-1]
+    rows = [line.split() for line in table.splitlines() if "1x784" in line or "1x625" in line]
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert answer("inspect", str(run), "--plan", "--training").startswith("Training step, 128 images, ")
+    refused = CliRunner().invoke(app, ["inspect", str(run), "--plan", "--json"])
+    assert refused.exit_code != 0
+    assert "Leave one of --json and --plan out" in f"{refused.output} {refused.exception}"
+
+
 def test_report_again_and_compared(run: Path, home: Path) -> None:
     assert answer("report", str(run)) == f"{run}/report.html\n"
     both = answer("report", str(run), str(run.with_name(f"{run.name}-2")), "--out", str(home / "both.html")).strip()

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import bayestrain as bt
 from bayestrain import chain, models, plans
 from bayestrain.errors import ConfigError
+from bayestrain.layers.planned import machine as plan_machine
 from bayestrain.plans import CPU_THREAD, CUDA, Task, TrainShape
 
 MNIST = TrainShape((5, 5, 5, 5), (7, 4, 7, 4), (1, 4, 2, 3, 1))
@@ -327,3 +328,16 @@ def test_the_report_says_where_a_tensor_train_cannot_win() -> None:
     assert report.slower == ()
     assert "No layer's forward pass should be slower" in report.verdict()
     assert report.layers[0].ratio < 0.7
+
+
+def test_a_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bayestrain.layers.planned.MEASURED", {})
+    shipped = plan_machine("cpu", torch.float32)
+    found = bt.calibrate()
+    for value in (found.rate, found.conv_rate, found.bandwidth, found.reading):
+        assert 1e8 < value < 1e14
+    used = plan_machine("cpu", torch.float32)
+    assert used == found.faster(torch.get_num_threads())
+    assert used != shipped
+    layer = linear(dtype=torch.float32)
+    assert_close(layer(torch.ones(4, 56)), F.linear(torch.ones(4, 56), layer.weight, layer.bias))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bayestrain.convert import TensorizeConfig, TensorizeReport, tensorize_
     from bayestrain.errors import BayesTrainError
     from bayestrain.forming import FormTogether
-    from bayestrain.layers import TTConv2d, TTLinear
+    from bayestrain.layers import TTConv2d, TTLinear, calibrate
     from bayestrain.posterior import ParticleModel, Posterior, around, independent
     from bayestrain.predict import Classification, ClassPrediction, Likelihood, Regression, RegressionPrediction
     from bayestrain.prior import NormalPrior, RankPrior
@@ -47,6 +47,7 @@ __all__ = [
     "TensorizeConfig",
     "TensorizeReport",
     "around",
+    "calibrate",
     "compact_",
     "count_parameters",
     "data",
@@ -70,7 +71,7 @@ _HOMES = {
     "convert": ("TensorizeConfig", "TensorizeReport", "tensorize_"),
     "errors": ("BayesTrainError",),
     "forming": ("FormTogether",),
-    "layers": ("TTConv2d", "TTLinear"),
+    "layers": ("TTConv2d", "TTLinear", "calibrate"),
     "posterior": ("ParticleModel", "Posterior", "around", "independent"),
     "predict": ("ClassPrediction", "Classification", "Likelihood", "Regression", "RegressionPrediction"),
     "prior": ("NormalPrior", "RankPrior"),

@@ -1,6 +1,9 @@
 """What layers need to follow plans: the machine they run on, and merged factors kept between calls."""
 
+import statistics
+import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -38,6 +41,47 @@ def _machine(kind: str, dtype: torch.dtype, tf32: bool, threads: int, measured: 
         return found.faster({torch.float32: 1.0 if tf32 else 0.15}.get(dtype, 0.15))
     found = measured or plans.CPU_THREAD
     return found.faster(threads * {torch.float64: 0.5}.get(dtype, 1.0))
+
+
+@torch.no_grad()
+def calibrate(device: torch.device | str = "cpu") -> plans.Machine:
+    """Measure a device's rate and bandwidths, which takes about a second, and plan with them in this process.
+
+    What is not measured (how the rate falls for small products, the cost of an operation) stays as it ships.
+    """
+    place = torch.device(device)
+    known = plans.CUDA if place.type == "cuda" else plans.CPU_THREAD
+    size = 4096 if place.type == "cuda" else 1024
+    a, b = torch.randn(size, size, device=place), torch.empty(size, size, device=place)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        product = _seconds(lambda: torch.mm(a, a, out=b), place)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    turned = b.view(size // 32, 32, size).transpose(0, 1)
+    copying = _seconds(lambda: turned.copy_(a.view(32, size // 32, size)), place)
+    reading = _seconds(lambda: torch.mv(a, a[0]), place)
+    threads = 1 if place.type == "cuda" else torch.get_num_threads()
+    rate = 2 * size**3 / product / threads / (size / (size + known.half)) ** 3
+    moved = 4 * size**2
+    MEASURED[place.type] = replace(
+        known, rate=rate, conv_rate=known.conv_rate * rate / known.rate, bandwidth=2 * moved / copying,
+        reading=moved / reading,
+    )  # fmt: skip
+    return MEASURED[place.type]
+
+
+def _seconds(work: Callable[[], object], place: torch.device, rounds: int = 15) -> float:
+    """The median time of some work."""
+    times = []
+    for _ in range(rounds + 2):
+        started = time.perf_counter()
+        work()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
 
 
 def traced() -> bool:
