@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bayestrain.saved import load_model, load_posterior, save_model, save_posterior
     from bayestrain.sizes import count_parameters, ranks
     from bayestrain.speed import PlanReport, plan_report
+    from bayestrain.target import tolerance_for
     from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
     from bayestrain.train.loop import FitResult, fit, fit_posterior
 
@@ -64,6 +65,7 @@ __all__ = [
     "save_model",
     "save_posterior",
     "tensorize_",
+    "tolerance_for",
 ]
 
 _HOMES = {
@@ -78,6 +80,7 @@ _HOMES = {
     "saved": ("load_model", "load_posterior", "save_model", "save_posterior"),
     "sizes": ("count_parameters", "ranks"),
     "speed": ("PlanReport", "plan_report"),
+    "target": ("tolerance_for",),
     "train.config": ("FitConfig", "PosteriorConfig", "PriorConfig"),
     "train.loop": ("FitResult", "fit", "fit_posterior"),
 }

@@ -57,7 +57,8 @@ class LiveView:
         self.total_epochs, self.steps_per_epoch, self.dense_params = total_epochs, steps_per_epoch, dense_params
         experiment = config.experiment
         preset = "" if experiment.preset == "default" else f", preset {experiment.preset}"
-        self.title = f"{experiment.name}{preset}, seed {experiment.seed}"
+        kind = "" if experiment.kind == "low-rank" else f", {experiment.kind}"
+        self.title = f"{experiment.name}{kind}{preset}, seed {experiment.seed}"
         if config.posterior.particles:
             self.title += f", {config.posterior.particles} particles by {config.posterior.method}"
         self.began = time.monotonic()
@@ -130,14 +131,15 @@ class LiveView:
         if self.params:
             text.append("\nparameters ", style="dim")
             text.append(f"{self.params:,}", style="bold green")
-            text.append(f" of {self.params_at_start:,} at the start, {self.dense_params:,} dense: ", style="dim")
-            text.append(f"{self.dense_params / self.params:.1f}x smaller", style="bold green")
+            if self.ranks:
+                text.append(f" of {self.params_at_start:,} at the start, {self.dense_params:,} dense: ", style="dim")
+                text.append(f"{self.dense_params / self.params:.1f}x smaller", style="bold green")
         return text
 
     def rank_table(self, rows: int) -> RenderableType:
         """The ranks of at most `rows` layers against those at the start."""
         if not self.ranks:
-            return Text("preparing ...", style="dim")
+            return Text("" if self.params else "preparing ...", style="dim")
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for header in ("layer", "ranks at the start", "ranks now", ""):
             table.add_column(header, no_wrap=True)

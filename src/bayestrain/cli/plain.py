@@ -20,8 +20,8 @@ class PlainLines:
         particles = config.posterior.particles
         many = f"{particles} particles by {config.posterior.method}, " if particles else ""
         self.message(
-            f"{experiment.name} (preset {experiment.preset}, seed {experiment.seed}): {many}{total_epochs} epochs of "
-            f"{steps_per_epoch} steps, {dense_params:,} parameters when dense"
+            f"{experiment.name} ({experiment.kind}, preset {experiment.preset}, seed {experiment.seed}): "
+            f"{many}{total_epochs} epochs of {steps_per_epoch} steps, {dense_params:,} parameters when dense"
         )
 
     def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:
@@ -33,8 +33,9 @@ class PlainLines:
             parts += [f"loss {record['train_loss']:.4f}", f"train {percent(record['train_accuracy'])}"]
         if record["validation"] is not None:
             parts.append(f"validation {percent(record['validation']['accuracy'])}")
-        parts.append(f"{record['params']:,} parameters ({self.dense_params / record['params']:.1f}x)")
-        parts.append(ranks_in_short(record["ranks"]))
+        if record["ranks"]:
+            parts.append(f"{record['params']:,} parameters ({self.dense_params / record['params']:.1f}x)")
+            parts.append(ranks_in_short(record["ranks"]))
         if record["phase"] == "finetune":
             parts.append("fine-tuning")
         parts.append(duration(record["seconds"]))

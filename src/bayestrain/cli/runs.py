@@ -45,11 +45,15 @@ def is_finished(folder: Path) -> bool:
 
 
 def default_folder(config: RunConfig, resume: bool) -> Path:
-    """runs/NAME-seedS, with a counter behind it if that is taken; to resume, the latest of these."""
+    """runs/NAME-seedS, with a counter behind it if that is taken; to resume, the latest of these.
+
+    Preset and kind stand in the middle if they are not the default ones.
+    """
     experiment = config.experiment
     name = re.sub(r"[^\w.-]+", "-", experiment.name).strip("-.") or "run"
     preset = "" if experiment.preset == "default" else f"-{experiment.preset}"
-    first = ROOT / f"{name}{preset}-seed{experiment.seed}"
+    kind = "" if experiment.kind == "low-rank" else f"-{experiment.kind}"
+    first = ROOT / f"{name}{preset}{kind}-seed{experiment.seed}"
     last, count = first, 1
     while _taken(candidate := first if count == 1 else first.with_name(f"{first.name}-{count}")):
         last, count = candidate, count + 1

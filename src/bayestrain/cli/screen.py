@@ -63,11 +63,15 @@ def closing_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(("warning", text) for text in posterior.get("warnings", ())),
         (
             "parameters",
-            f"{result['params']:,} instead of {result['dense_params']:,}: {result['ratio']:.0f}x smaller"
+            (
+                f"{result['params']:,} instead of {result['dense_params']:,}: {result['ratio']:.0f}x smaller"
+                if result["ranks"]
+                else f"{result['params']:,}, all dense"
+            )
             + (", each" if many else ""),
         ),
     ]
-    if len(result["ranks"]) <= 6:
+    if 0 < len(result["ranks"]) <= 6:
         lines.append(("ranks", ",  ".join(f"{name}: {inner(ranks)}" for name, ranks in result["ranks"].items())))
     return [*lines, ("time", duration(result["seconds"]))]
 

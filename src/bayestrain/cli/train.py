@@ -47,6 +47,8 @@ def train_help() -> str:
   bayestrain train                             [dim]# a first look: mnist-mini[/]
   bayestrain train mnist --seed 1              [dim]# into runs/mnist-seed1[/]
   bayestrain train mnist --preset paper        [dim]# as the paper has it[/]
+  bayestrain train mnist --target-ratio 300    [dim]# at least so many times smaller[/]
+  bayestrain train mnist --kind dense          [dim]# an ordinary network, to compare with[/]
   bayestrain train mnist --particles 20        [dim]# a posterior, not a point[/]
   bayestrain train mnist --set prior.weight=2  [dim]# any setting, also twice[/]
   bayestrain train mnist --print-config > my.toml
@@ -75,6 +77,21 @@ Config = Annotated[
 Preset = Annotated[
     str | None,
     option("paper: the paper's modes, ranks and prior. default: ours.", "--preset", panel=WHAT, metavar="PRESET"),
+]
+Kind = Annotated[
+    str | None,
+    option(
+        "low-rank: ranks are sought. tensorized: all stay. dense: an ordinary network, to compare with.",
+        "--kind",
+        panel=WHAT,
+        metavar="KIND",
+    ),
+]
+TargetRatio = Annotated[
+    float | None,
+    option(
+        "How many times smaller than dense the network must be, at least.", "--target-ratio", panel=WHAT, metavar="X"
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -110,6 +127,8 @@ def train(
     name: Name = None,
     config: Config = None,
     preset: Preset = None,
+    kind: Kind = None,
+    target_ratio: TargetRatio = None,
     overrides: Overrides = None,
     particles: Particles = None,
     seed: Seed = None,
@@ -123,9 +142,9 @@ def train(
 ) -> None:
     if overwrite and resume:
         raise ConfigError("--overwrite begins anew and --resume goes on: use one of them.")
-    if particles is not None:
-        overrides = [*(overrides or []), f"posterior.particles={particles}"]
-    chosen = choose_config(name, config, preset, overrides or [], seed, out if resume else None)
+    short = {"experiment.kind": kind, "fit.target_ratio": target_ratio, "posterior.particles": particles}
+    overrides = [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    chosen = choose_config(name, config, preset, overrides, seed, out if resume else None)
     if print_config:
         print(toml.dumps(chosen), end="")
         return

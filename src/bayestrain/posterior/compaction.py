@@ -11,8 +11,17 @@ from bayestrain.compact import DEFAULT_TOL, RULES, CompactedLayer, CompactReport
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
 from bayestrain.posterior.model import ParticleModel
-from bayestrain.posterior.ranks import SharedCut, by_contribution, by_lambda, by_rounding, own_ranks, take
+from bayestrain.posterior.ranks import (
+    SharedCut,
+    by_contribution,
+    by_lambda,
+    by_rounding,
+    own_ranks,
+    roundable,
+    take,
+)
 from bayestrain.sizes import tt_layers
+from bayestrain.target import smallest_tolerance
 
 
 @torch.no_grad()
@@ -48,6 +57,17 @@ def rank_spread(model: ParticleModel, tol: float) -> dict[str, list[list[int]]]:
         name: own_ranks(stacked_cores(model, name, layer), _inner_tol(model, name, layer, tol))
         for name, layer in tt_layers(model.template).items()
     }
+
+
+def particles_tolerance(model: ParticleModel, parameters: int, least: float) -> float:
+    """The smallest tolerance, not below `least`, that rounds every particle to at most `parameters`."""
+    layers = tt_layers(model.template)
+    cores = {name: stacked_cores(model, name, layer) for name, layer in layers.items()}
+    others = model.parameters_each - sum(core[0].numel() for chain in cores.values() for core in chain)
+    return smallest_tolerance(
+        [roundable(cores[name], _inner_tol(model, name, layer, 1.0)) for name, layer in layers.items()],
+        others, parameters, least,
+    )  # fmt: skip
 
 
 def stacked_cores(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:

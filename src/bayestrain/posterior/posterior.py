@@ -14,7 +14,7 @@ from bayestrain.compact import CompactReport
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
-from bayestrain.posterior.compaction import compact_particles, rank_spread
+from bayestrain.posterior.compaction import compact_particles, particles_tolerance, rank_spread
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import MemoryEstimate, activation_bytes, held_bytes, optimizer_states, plan
 from bayestrain.posterior.model import ParticleModel
@@ -210,6 +210,10 @@ class Posterior(ParticleModel):
         if report.changed:
             self._estimate = None  # less memory, other chunks
         return report
+
+    def tolerance_for(self, parameters: int, least: float = 0.0) -> float:
+        """The smallest tolerance, not below `least`, at which `compact_` leaves each particle `parameters` at most."""
+        return particles_tolerance(self, parameters, least)
 
     def rank_spread(self, tol: float = 1e-2) -> dict[str, list[list[int]]]:
         """``{layer: [[rank of every particle] for each bond]}``: what each alone would be rounded to."""

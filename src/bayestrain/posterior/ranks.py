@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayestrain import tt
+from bayestrain.target import Roundable, relative_tails
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,8 @@ class SharedCut:
 def by_rounding(cores: Sequence[Tensor], tol: float) -> SharedCut:
     """The smallest ranks for which the particles' errors, relative to each one's norm, have a mean square of tol^2."""
     particles = _unstack(cores)
-    tails = _tails(particles)
     share = tol / max(len(cores) - 1, 1) ** 0.5
-    shared = [_smallest(tail.square().mean(0).sqrt(), share) for tail in tails]
+    shared = [_smallest(tail, share) for tail in _mean_tails(particles)]
     rounded = [_pad(tt.round_cores(particle, 0.0, shared), shared) for particle in particles]
     return SharedCut(_stack(rounded, cores), None, _error(particles, rounded))
 
@@ -82,15 +82,21 @@ def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
     return tensor
 
 
+def roundable(cores: Sequence[Tensor], share: float) -> Roundable:
+    """The layer as a tolerance sees it that `by_rounding` gets `share` of."""
+    sizes = [math.prod(core.shape[2:-1]) for core in cores]
+    return Roundable(_mean_tails(_unstack(cores)), sizes, share / max(len(cores) - 1, 1) ** 0.5)
+
+
+def _mean_tails(particles: list[list[Tensor]]) -> list[Tensor]:
+    """The root mean square of `_tails` over the particles."""
+    return [tail.square().mean(0).sqrt() for tail in _tails(particles)]
+
+
 def _tails(particles: list[list[Tensor]]) -> list[Tensor]:
     """Per bond ``(n, R + 1)``: the relative error of keeping the largest 0, 1, .., R singular values."""
     spectra = [tt.bond_spectra(particle) for particle in particles]
-    tails = []
-    for bond in zip(*spectra, strict=True):
-        energy = torch.stack(bond).square()
-        tail = torch.cat([energy.flip(1).cumsum(1).flip(1), energy.new_zeros(len(energy), 1)], dim=1)
-        tails.append((tail / tail[:, :1].clamp_min(1e-300)).sqrt())
-    return tails
+    return [relative_tails(torch.stack(bond)) for bond in zip(*spectra, strict=True)]
 
 
 def _smallest(tail: Tensor, share: float) -> int:

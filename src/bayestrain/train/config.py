@@ -15,11 +15,16 @@ from bayestrain.train.settings import LayerModes, Rule, checked, setting, shown,
 
 PRESETS = ("default", "paper")
 
+KINDS = ("low-rank", "tensorized", "dense")
+"""The paper's three models: ranks are sought; all ranks stay; no tensor trains at all."""
+
 INPUTS = {"mnist_mlp": (1, 28, 28), "cifar10_cnn": (3, 32, 32), "resnet110": (3, 32, 32)}
 """The networks of `bayestrain.models`, and the images they take."""
 
 IMAGES = {"mnist-mini": (1, 28, 28), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 """The data sets of `bayestrain.data`, and their images."""
+
+RULES = ("rounding", "lambda")
 
 STARTS = ("independent", "jitter")
 
@@ -47,7 +52,7 @@ class ExperimentConfig(Section):
 
     name: str = setting("what the run is called")
     preset: str = setting("whose modes, ranks and prior", "default", choices=PRESETS)
-    kind: str = setting("what is trained: tensor trains that find their own ranks", "low-rank", choices=("low-rank",))
+    kind: str = setting("tensor trains that find their ranks, that keep them all, or none", "low-rank", choices=KINDS)
     model: str = setting("the network", choices=tuple(INPUTS))
     seed: int = setting("seed of every random choice", 0, at_least=0, at_most=2**32 - 1)
 
@@ -87,6 +92,7 @@ class PriorConfig(Section):
 
     a: float = setting("shape of the Gamma prior on lambda", 1.0, above=0)
     b: float = setting("rate of the Gamma prior on lambda", 5.0, above=0)
+    hold_scale: bool = setting("hold the size of weights that a batch norm makes free", True)
     weight: float = setting("weight of the prior; 1 is Bayes, less keeps more ranks", 1.0, at_least=0)
     warmup_epochs: float = setting("epochs over which the weight rises from 0", 5.0, at_least=0)
     update: str = setting("how lambda moves", "newton", choices=("newton", "gradient"))
@@ -120,7 +126,20 @@ class FitConfig(Section):
     compact_every: int = setting("epochs between cuts of the ranks during training; 0: only at the end", 2, at_least=0)
     compact_from: float = setting("epoch of the first cut", 5.0, at_least=0)
     compact_tol: float = setting("relative change of a layer that a cut may make", 1e-2, at_least=0, below=1)
-    round_tol: float = setting("relative change of a layer that the final rounding may make", 1e-2, at_least=0, below=1)
+    rule: str = setting(
+        "how the final ranks are found: rounding, or the paper's threshold on lambda", "rounding", choices=RULES
+    )
+    round_tol: float = setting(
+        "relative change of a layer that the final rounding may make; the threshold of rule lambda",
+        1e-2,
+        at_least=0,
+        below=1,
+    )
+    target_ratio: float = setting(
+        "round further, until the network is so many times smaller than dense; 0: as the tolerance has it",
+        0.0,
+        at_least=0,
+    )
     finetune_epochs: int = setting("epochs without prior after the final rounding", 3, at_least=0)
     finetune_lr: float = setting("learning rate of those epochs", 1e-3, above=0)
     tensorboard: bool = setting("write TensorBoard logs as well", False)
@@ -164,6 +183,11 @@ class RunConfig:
             raise ConfigError(
                 f"experiment.model {shown(self.experiment.model)} takes {_times(takes)} images, but those of data.name "
                 f"{shown(self.data.name)} are {_times(gets)}. Use {fitting}."
+            )
+        if self.fit.target_ratio and (self.experiment.kind != "low-rank" or self.fit.rule != "rounding"):
+            raise ConfigError(
+                'fit.target_ratio needs experiment.kind "low-rank" and fit.rule "rounding", got '
+                f"{shown(self.experiment.kind)} and {shown(self.fit.rule)}: nothing else is rounded to a size."
             )
         if self.fit.schedule == "step" and not self.fit.milestones:
             raise ConfigError('fit.schedule "step" needs fit.milestones, for example [0.5, 0.75].')

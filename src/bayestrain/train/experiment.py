@@ -22,7 +22,7 @@ from bayestrain.saved import load_model, load_posterior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
-from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
+from bayestrain.train.config import FitConfig, RunConfig, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.loop import FitResult, fit, fit_posterior
@@ -81,7 +81,7 @@ def _run(
     model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
     dense_params = count_parameters(model)
     dense_layers = {name: _own_parameters(module) for name, module in model.named_modules() if _is_layer(module)}
-    tensorize(model, config.tensorize)
+    tensorize(model, config)
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
@@ -135,21 +135,23 @@ def _train(
     """Train the model itself, or a posterior of networks like it."""
     settings, jittered = fit_settings(config), _jittered(config)
     seed, splits = config.experiment.seed, material.splits
-    total = settings.finetune_epochs + (0 if jittered else settings.epochs)
-    progress.start(total, -(-len(material.train) // settings.batch_size), config, dense_params)
+    progress.start(
+        settings.epochs + settings.finetune_epochs, -(-len(material.train) // settings.batch_size), config, dense_params
+    )
     evaluate = None
     if material.validation is not None:
         evaluate = evaluator(material.validation.to(place), splits.normalize, place)
     options: dict[str, Any] = {
         "prior": config.prior, "augment": augmentation(config.data, splits), "device": place, "seed": seed,
         "folder": out, "resume": resume, "progress": progress,
+        "search": config.experiment.kind == "low-rank" and not jittered,
     }  # fmt: skip
     if not config.posterior.particles:
         return model, fit(model, material.train, evaluate, settings, **options)
 
     def build() -> nn.Module:
         another = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-        tensorize(another, config.tensorize)
+        tensorize(another, config)
         return another
 
     number = config.posterior.particles
@@ -158,7 +160,7 @@ def _train(
         if jittered
         else independent(build, number, seed)
     )
-    return fit_posterior(starts, material.train, evaluate, settings, config.posterior, fixed_ranks=jittered, **options)
+    return fit_posterior(starts, material.train, evaluate, settings, config.posterior, **options)
 
 
 def evaluate_run(out: Path, *, device: str, command: str) -> Result:
@@ -192,16 +194,22 @@ def _jittered(config: RunConfig) -> bool:
 
 
 def fit_settings(config: RunConfig) -> FitConfig:
-    """The settings of the loop; a posterior around a MAP point has no search, only epochs with given ranks."""
+    """The settings of the loop: where no ranks are sought it has one phase, for all networks of the same length."""
+    fit = config.fit
     if _jittered(config):
-        return dataclasses.replace(config.fit, finetune_epochs=config.posterior.jitter_epochs)
-    return config.fit
+        return dataclasses.replace(
+            fit, epochs=config.posterior.jitter_epochs, lr=fit.finetune_lr, schedule="cosine", lr_warmup_epochs=0.0,
+            finetune_epochs=0,
+        )  # fmt: skip
+    if config.experiment.kind != "low-rank":
+        return dataclasses.replace(fit, epochs=fit.epochs + fit.finetune_epochs, finetune_epochs=0)
+    return fit
 
 
 def rehearse(config: RunConfig) -> None:
     """Go through all that can fail before the first step, and leave no trace."""
     material = load_material(config, with_outside=config.posterior.particles > 0)
-    tensorize(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config.tensorize)
+    tensorize(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config)
     if config.fit.tensorboard:
         summary_writer()
 
@@ -228,8 +236,11 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
         raise ConfigError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
 
 
-def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
-    """Convert the layers that the settings do not keep dense."""
+def tensorize(model: nn.Module, config: RunConfig) -> None:
+    """Convert the layers that the settings do not keep dense; none, if the whole network shall be."""
+    if config.experiment.kind == "dense":
+        return
+    settings = config.tensorize
     names = {name for name, module in model.named_modules() if _is_layer(module)}
     for pattern in settings.keep_dense:
         if not fnmatch.filter(names, pattern):

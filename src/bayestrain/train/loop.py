@@ -21,7 +21,8 @@ from bayestrain.data import Images
 from bayestrain.errors import Interrupted, ParticleWarning, TrainingError
 from bayestrain.infer import imq, rbf
 from bayestrain.posterior import Posterior
-from bayestrain.prior import NormalPrior, Prior
+from bayestrain.prior import Prior
+from bayestrain.sizes import tt_layers
 from bayestrain.speed import plan_report
 from bayestrain.train.arithmetic import lowered, products
 from bayestrain.train.checkpoint import BEST, LAST, History, load_checkpoint, save_checkpoint
@@ -61,6 +62,7 @@ def fit(
     config: FitConfig,
     *,
     prior: PriorConfig | None = None,
+    search: bool = True,
     augment: Augment | None = None,
     loss: Loss = F.cross_entropy,
     device: torch.device | str = "cpu",
@@ -72,10 +74,12 @@ def fit(
     """Train a tensorised model in place until it is small and good.
 
     Args:
-        model: a model with TT layers.
+        model: a model with TT layers; any model without a `search`.
         train: training images; they go through `augment` as floats in [0, 1], on `device`.
         evaluate: called after each epoch with the model, returns validation metrics; never give it the test set.
         config, prior: the settings of the loop and of the prior.
+        search: whether ranks are sought. If not, every weight has the prior Normal(0, ``prior.other_variance``) and
+            nothing is cut.
         augment: ``augment(images, generator)``: normalisation and augmentation of one batch; on a GPU of many batches
             at once (`Images.batches`).
         loss: mean loss of a batch; its outputs' largest entry counts as the predicted class in the progress.
@@ -84,13 +88,14 @@ def fit(
         progress: who watches.
     """
     place = torch.device(device)
-    subject = Point(model, config, prior or PriorConfig(), loss, len(train), place)
+    subject = Point(model, config, prior or PriorConfig(), loss, len(train), place, search)
     watcher = progress or Silent()
     run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
     x, _ = next(train.batches(min(config.batch_size, len(train)), shuffle=False, device=place))
     x = x if augment is None else augment(x, torch.Generator(place).manual_seed(seed))
     with products(config.precision, place), lowered(config.precision, place):
-        watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
+        if tt_layers(model):
+            watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
     if resume and folder is not None:
         run.restore(load_checkpoint(folder))
     return run.run()
@@ -104,7 +109,7 @@ def fit_posterior(
     posterior: PosteriorConfig,
     *,
     prior: PriorConfig | None = None,
-    fixed_ranks: bool = False,
+    search: bool = True,
     augment: Augment | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -114,16 +119,13 @@ def fit_posterior(
 ) -> tuple[Posterior, FitResult]:
     """Train a posterior of classifiers that start at `models`; the other arguments are as for `fit`.
 
-    With `fixed_ranks` there is no search: the particles only move, for ``config.finetune_epochs``. `evaluate` is called
-    with the `Posterior`.
+    `evaluate` is called with the `Posterior`.
     """
     place, settings = torch.device(device), prior or PriorConfig()
     steps = math.ceil(len(train) / config.batch_size)
 
     def one_prior(model: nn.Module) -> Prior:
-        if fixed_ranks:
-            return NormalPrior(model, len(train), variance=settings.other_variance, weight=settings.weight)
-        return make_prior(settings, model, len(train), steps)
+        return make_prior(settings, model, len(train), steps, search=search)
 
     def optimizer(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
         return make_optimizer(config, tensors, config.lr, capturable=tensors[0].device.type == "cuda")
@@ -168,8 +170,7 @@ class _Fit:
         self.order = torch.Generator().manual_seed(seed)
         self.noise = torch.Generator(device).manual_seed(seed + 1)
         self.steps_per_epoch = math.ceil(len(train) / config.batch_size)
-        self.search_epochs = config.epochs if subject.searching else 0
-        self.total_epochs = self.search_epochs + config.finetune_epochs
+        self.total_epochs = config.epochs + config.finetune_epochs
         self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
@@ -187,7 +188,7 @@ class _Fit:
             if not history.lines:
                 self._record(history, log, {"train_loss": None, "prior_loss": None, "train_accuracy": None})
             while self.epoch < self.total_epochs:
-                if self.epoch == self.search_epochs and self.subject.searching:
+                if self.epoch == self.config.epochs and self.subject.searching:
                     self._round()
                 started = time.perf_counter()
                 means = self._run_epoch(self.epoch + 1)
@@ -232,10 +233,10 @@ class _Fit:
         return {"train_loss": data, "prior_loss": prior, "train_accuracy": right}
 
     def _set_rate(self, epoch: float) -> float:
-        if epoch < self.search_epochs:
+        if epoch < self.config.epochs:
             self.rate = learning_rate(self.config, epoch)
         else:
-            self.rate = finetune_rate(self.config, epoch - self.search_epochs)
+            self.rate = finetune_rate(self.config, epoch - self.config.epochs)
         self.subject.set_rate(self.rate)
         return self.rate
 
@@ -252,10 +253,16 @@ class _Fit:
 
     def _round(self) -> None:
         """End of the search: the smallest ranks for the tolerance."""
-        bonds = self.subject.spectra()
-        report = self.subject.round(self.config.round_tol)
+        bonds, tol = self.subject.spectra(), self.config.round_tol
+        if self.config.target_ratio:
+            tol = self.subject.tolerance_for(self.config.target_ratio, tol)
+            if tol > self.config.round_tol:
+                self.progress.message(
+                    f"rounded with a tolerance of {tol:.2g}, to be {self.config.target_ratio:g}x smaller"
+                )
+        report = self.subject.round(tol)
         self.spectra = {
-            "tol": self.config.round_tol,
+            "tol": tol,
             "layers": {
                 row.name: {
                     "bonds": bonds[row.name],
@@ -278,7 +285,7 @@ class _Fit:
         validation = self.evaluate(self.subject.evaluated()) if self.evaluate is not None else None
         line = {
             "epoch": self.epoch,
-            "phase": "search" if self.subject.searching else "finetune",
+            "phase": self._phase(),
             "seconds": round(self.seconds, 3),
             "lr": self.rate,
             **means,
@@ -294,9 +301,14 @@ class _Fit:
             self.best = max(self.best, score)
             if better:
                 save_checkpoint(self.folder, self.state(), BEST)
-            if self.epoch % self.config.checkpoint_every == 0 or self.epoch in (self.search_epochs, self.total_epochs):
+            if self.epoch % self.config.checkpoint_every == 0 or self.epoch in (self.config.epochs, self.total_epochs):
                 save_checkpoint(self.folder, self.state())
         self.progress.epoch(line)
+
+    def _phase(self) -> str:
+        if self.subject.searching:
+            return "search"
+        return "finetune" if self.epoch > self.config.epochs else "train"
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""

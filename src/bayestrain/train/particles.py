@@ -16,6 +16,7 @@ from bayestrain.infer import diagnose
 from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import tt_layers
+from bayestrain.target import dense_parameters
 from bayestrain.train.arithmetic import lowered, products
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.subject import Spectra, Subject
@@ -54,9 +55,12 @@ class ParticleSubject(Subject):
 
     def round(self, tol: float) -> CompactReport:
         self.own_ranks = self.posterior.rank_spread(tol)
-        report = self.posterior.compact_(tol)
+        report = self.posterior.compact_(tol, self.config.rule)
         self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
         return report
+
+    def tolerance_for(self, ratio: float, least: float) -> float:
+        return self.posterior.tolerance_for(int(dense_parameters(self.posterior.template) / ratio), least)
 
     def spectra(self) -> Spectra:
         """The particles' mean of every singular value, each particle's relative to its largest one."""

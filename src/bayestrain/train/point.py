@@ -16,8 +16,9 @@ from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
 from bayestrain.forming import FormTogether
 from bayestrain.infer.method import load_optimizer, set_lr
-from bayestrain.prior import RankPrior
+from bayestrain.prior import Prior, RankPrior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
+from bayestrain.target import dense_parameters, tolerance_for
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.subject import Spectra, Subject, make_optimizer, make_prior
@@ -26,15 +27,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Point(Subject):
-    """A tensorised network, its prior while ranks are sought, and the optimiser."""
+    """A network, its prior, and the optimiser. Where ranks were sought, the fine-tuning has no prior."""
 
     def __init__(
-        self, model: nn.Module, config: FitConfig, prior: PriorConfig, loss: Loss, num_data: int, device: torch.device
-    ) -> None:
+        self, model: nn.Module, config: FitConfig, prior: PriorConfig, loss: Loss, num_data: int, device: torch.device,
+        search: bool,
+    ) -> None:  # fmt: skip
         self.model = model.to(device)
         self.config, self.loss, self.device = config, loss, device
         steps = math.ceil(num_data / config.batch_size)
-        self.prior: RankPrior | None = make_prior(prior, model, num_data, steps)
+        self.prior: Prior | None = make_prior(prior, model, num_data, steps, search=search)
         self.optimizer = self._new_optimizer(config.lr)
         self.capture = Capture()
         self.forming: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -47,7 +49,7 @@ class Point(Subject):
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
-        return self.prior is not None
+        return isinstance(self.prior, RankPrior)
 
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -113,16 +115,19 @@ class Point(Subject):
         return report
 
     def round(self, tol: float) -> CompactReport:
-        report = compact_(self.model, tol)
+        report = compact_(self.model, tol, self.config.rule)
         self._end_search()
         return report
 
     def _end_search(self) -> None:
-        assert self.prior is not None
+        assert isinstance(self.prior, RankPrior)
         self.prior.remove_()
         self.prior = None
         self.optimizer = self._new_optimizer(self.config.finetune_lr)
         self.capture.forget()
+
+    def tolerance_for(self, ratio: float, least: float) -> float:
+        return tolerance_for(self.model, int(dense_parameters(self.model) / ratio), least)
 
     def spectra(self) -> Spectra:
         return {
@@ -166,7 +171,7 @@ class Point(Subject):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        if not state["searching"]:
+        if self.searching and not state["searching"]:
             self._end_search()
         self.model.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport
-from bayestrain.prior import RankPrior
+from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.train.config import FitConfig, PriorConfig
 
 Spectra = dict[str, list[list[float]]]
@@ -44,6 +44,10 @@ class Subject(ABC):
     @abstractmethod
     def round(self, tol: float) -> CompactReport:
         """End of the search: the smallest ranks for the tolerance, no prior on ranks from then on."""
+
+    @abstractmethod
+    def tolerance_for(self, ratio: float, least: float) -> float:
+        """The smallest tolerance, not below `least`, that makes the network `ratio` times smaller than dense."""
 
     @abstractmethod
     def spectra(self) -> Spectra:
@@ -97,10 +101,14 @@ def make_optimizer(
     return kind(parameters, rate, weight_decay=config.weight_decay, capturable=capturable, fused=fused)
 
 
-def make_prior(config: PriorConfig, model: nn.Module, num_data: int, steps_per_epoch: int) -> RankPrior:
-    """The prior that the config describes."""
+def make_prior(
+    config: PriorConfig, model: nn.Module, num_data: int, steps_per_epoch: int, *, search: bool = True
+) -> Prior:
+    """The prior that the config describes; without a search for ranks it is the same Normal for every weight."""
+    if not search:
+        return NormalPrior(model, num_data, variance=config.other_variance, weight=config.weight)
     return RankPrior(
         model, num_data, a=config.a, b=config.b, weight=config.weight, update=config.update, floor=config.floor,
         warmup_steps=round(config.warmup_epochs * steps_per_epoch), other_variance=config.other_variance,
-        align_every=config.align_every,
+        align_every=config.align_every, hold_scale="auto" if config.hold_scale else (),
     )  # fmt: skip

@@ -1,0 +1,87 @@
+"""The rounding tolerance that makes a network as small as somebody wants it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain import tt
+from bayestrain.errors import ConfigError
+from bayestrain.sizes import count_parameters, tt_layers
+
+LARGEST = 1.0 - 1e-9
+"""A tolerance below 1 at which nothing but rank 1 is left."""
+
+HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class Roundable:
+    """One layer as a tolerance sees it.
+
+    `tails` has, per bond, the relative errors of keeping the largest 0, 1, .., R singular values; `sizes` are the
+    products of the cores' modes; `share` is the part of the tolerance that each bond gets.
+    """
+
+    tails: Sequence[Tensor]
+    sizes: Sequence[int]
+    share: float
+
+    def entries(self, tol: float) -> int:
+        """Entries of all cores after rounding with this tolerance; at most so many, if bonds are cut one by one."""
+        inner = [max(int((tail > tol * self.share).sum()), 1) for tail in self.tails]
+        chain = (1, *inner, 1)
+        return sum(left * size * right for left, size, right in zip(chain[:-1], self.sizes, chain[1:], strict=True))
+
+
+def tolerance_for(model: nn.Module, parameters: int, least: float = 0.0) -> float:
+    """The smallest tolerance, not below `least`, with which ``compact_(model, tol)`` leaves at most `parameters`.
+
+    All layers get the same tolerance, so that each gives up what it can spare. The model is not changed.
+    """
+    layers = []
+    cores = 0
+    for layer in tt_layers(model).values():
+        exact = [core.detach().cpu().double() for core in layer.cores]
+        cores += sum(core.numel() for core in exact)
+        share = 1 / math.sqrt(max(len(exact) - 1, 1))
+        if layer.is_padded:  # as in `compact_`: a tolerance of the weight, not of what only exists inside
+            share *= float(torch.linalg.vector_norm(layer.dense_weight(exact)) / tt.norm(exact).clamp_min(1e-300))
+        tails = [relative_tails(values[None])[0] for values in tt.bond_spectra(exact)]
+        layers.append(Roundable(tails, [math.prod(core.shape[1:-1]) for core in exact], share))
+    return smallest_tolerance(layers, count_parameters(model) - cores, parameters, least)
+
+
+def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int, least: float) -> float:
+    """By bisection: sizes fall as the tolerance rises. `others` are the parameters that are in no core."""
+
+    def size(tol: float) -> int:
+        return others + sum(layer.entries(tol) for layer in layers)
+
+    if size(LARGEST) > parameters:
+        raise ConfigError(
+            f"{parameters:,} parameters are too few: with every rank at 1 there are {size(LARGEST):,}, of which "
+            f"{others:,} are in no tensor train. Ask for less, or tensorize more layers."
+        )
+    if size(least) <= parameters:
+        return least
+    low, high = max(least, 1e-12), LARGEST
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if size(middle) > parameters else (low, middle)
+    return high
+
+
+def relative_tails(values: Tensor) -> Tensor:
+    """``(n, R)`` singular values to ``(n, R + 1)``: the relative error of keeping the largest 0, 1, .., R of them."""
+    energy = values.square()
+    tail = torch.cat([energy.flip(1).cumsum(1).flip(1), energy.new_zeros(len(energy), 1)], dim=1)
+    return (tail / tail[:, :1].clamp_min(1e-300)).sqrt()
+
+
+def dense_parameters(model: nn.Module) -> int:
+    """What the model would have with ordinary layers, counted as `count_parameters` does."""
+    spared = sum(layer.dense_parameters - layer.parameters_left for layer in tt_layers(model).values())
+    return count_parameters(model) + spared
