@@ -5,7 +5,7 @@ PEERS := .venv-peers/bin
 PEERS_INSTALLED := .venv-peers/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint results posteriors bench bench-peers bench-gpu clean
+.PHONY: help demo test lint results posteriors table bench bench-peers bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ posteriors: $(INSTALLED) ## run again the posteriors under results/: some minute
 	$(BIN)/python tools/run_seeds.py mnist --label svgd-50 --seeds 0 1 2 --particles 50 --set fit.batch_size=1024 \
 	  --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2 --set fit.compact_from=8 --set prior.warmup_epochs=6
 	$(BIN)/python benchmarks/particles.py --device cuda
+
+table: $(INSTALLED) ## write results/TABLE.md and its figures from what is under results/
+	$(BIN)/bayestrain table
 
 bench: $(INSTALLED) ## speed on a CPU: layers, planner, scaling, whole networks; half an hour on an idle machine
 	$(BIN)/python benchmarks/layers.py

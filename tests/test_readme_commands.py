@@ -15,6 +15,7 @@ from PIL import Image
 from bayestrain import data
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+RESULTS = Path(__file__).parent.parent / "results"
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
 COMMANDS = [
     line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.startswith("bayestrain")
@@ -53,7 +54,7 @@ def short(arguments: list[str]) -> list[str]:
 
 def test_the_readme_shows_every_command() -> None:
     shown = {shlex.split(command)[1] for command in COMMANDS}
-    assert shown == {"train", "report", "inspect", "data", "predict", "evaluate"}
+    assert shown == {"train", "report", "inspect", "data", "predict", "evaluate", "table"}
 
 
 def test_the_readmes_commands_run_one_after_the_other(home: Path) -> None:
@@ -61,6 +62,8 @@ def test_the_readmes_commands_run_one_after_the_other(home: Path) -> None:
         arguments = shlex.split(command)[1:]
         if arguments[:2] == ["data", "get"]:
             arguments = ["data", "get", "mnist-mini"]  # the others are fetched in test_data_registry.py
+        if arguments == ["table"]:
+            arguments = ["table", str(RESULTS), "--out", "."]
         done = run(home, *short(arguments))
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr

@@ -4,7 +4,8 @@
     python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
 
 Each run is a process of its own with one thread, so that two share two cores without getting in each other's way. A
-finished run is only gathered, one that was stopped goes on. Further arguments go to ``bayestrain train``.
+finished run is only gathered, one that was stopped goes on. Of a posterior, the first good seed keeps its answers
+to the test images too, for the figure of its uncertainty. Further arguments go to ``bayestrain train``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -21,14 +23,22 @@ from pathlib import Path
 from typing import Any
 
 KEPT = ("result.json", "environment.json", "config.toml")
+ANSWERS = "evaluation.safetensors"
+"""The answers to every test image and outside image, some 0.7 MB: kept of one seed only."""
+
 SUMMARISED = ("params", "ratio", "accuracy", "log_likelihood", "ece", "seconds")
+
+
+def run_folder(runs: Path, name: str, label: str, seed: int) -> Path:
+    """Where a seed is trained."""
+    return runs / f"{name}-{label}-seed{seed}"
 
 
 def run(
     name: str, preset: str, label: str, seed: int, runs: Path, results: Path, extra: list[str]
 ) -> dict[str, Any] | None:
     """One seed; None if it failed, which is said and counted."""
-    out = runs / f"{name}-{label}-seed{seed}"
+    out = run_folder(runs, name, label, seed)
     if not (out / "result.json").exists():
         command = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
         resume = ["--resume"] if (out / "config.toml").exists() else []
@@ -44,6 +54,15 @@ def run(
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     print(f"seed {seed}: " + ", ".join(f"{key} {result[key]:.5g}" for key in SUMMARISED), flush=True)
     return result
+
+
+def keep_answers(folders: list[tuple[Path, Path]]) -> None:
+    """Keep the answers of the first seed, given as (run, results), and none that an earlier gathering kept."""
+    for number, (out, kept) in enumerate(folders):
+        if number == 0:
+            shutil.copy(out / ANSWERS, kept / ANSWERS)
+        else:
+            (kept / ANSWERS).unlink(missing_ok=True)
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
@@ -85,13 +104,18 @@ def main() -> None:
             )
         )
     good = [result for result in found if result is not None]
+    keep_answers([
+        (run_folder(arguments.runs, arguments.name, label, seed), results / f"seed-{seed}")
+        for seed, result in zip(arguments.seeds, found, strict=True)
+        if result is not None and ((result.get("posterior") or {}).get("particles") or 1) > 1
+    ])  # fmt: skip
     rows = [figures(result) for result in good]
     summary = {
         "experiment": arguments.name,
         "preset": arguments.preset,
         "seeds": arguments.seeds,
         "failed": [seed for seed, result in zip(arguments.seeds, found, strict=True) if result is None],
-        "command": f"python tools/run_seeds.py {' '.join(sys.argv[1:])}",
+        "command": f"python tools/run_seeds.py {shlex.join(sys.argv[1:])}",
         "commits": sorted({str(result["commit"]) for result in good}),
         **{
             key: {

@@ -14,6 +14,7 @@ from bayestrain.cli.inspect import inspect
 from bayestrain.cli.predict import predict
 from bayestrain.cli.report import report
 from bayestrain.cli.screen import HELP, print_error
+from bayestrain.cli.table import table
 from bayestrain.cli.train import TrainCommand, train, train_help
 from bayestrain.errors import BayesTrainError
 
@@ -60,6 +61,7 @@ def bayestrain(
 
 app.command(cls=TrainCommand, help=train_help())(train)
 app.command()(report)
+app.command()(table)
 app.command()(evaluate)
 app.command()(inspect)
 app.command()(predict)

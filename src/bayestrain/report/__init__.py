@@ -1,5 +1,6 @@
-"""Reports: from run folders to one self-contained HTML page. Importing this room loads matplotlib and jinja2."""
+"""Reports: run folders to one self-contained HTML page, all seeds to one table. Loads matplotlib and jinja2."""
 
 from bayestrain.report.write import write_report
+from bayestrain.report.write_table import write_table
 
-__all__ = ["write_report"]
+__all__ = ["write_report", "write_table"]

@@ -64,6 +64,7 @@ def load_run(folder: Path) -> Run:
         config_text=config_text,
         environment={key: _plain(value) for key, value in (environment or {}).items()},
         command=str((result or {}).get("command", "")),
+        device=str((result or {}).get("device", "")),
         missing=tuple(name for name, part in parts.items() if not part),
     )
 

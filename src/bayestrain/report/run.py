@@ -202,6 +202,7 @@ class Run:
     config_text: str
     environment: dict[str, str]
     command: str
+    device: str
     missing: tuple[str, ...]
     """Files that were not there; the page says what it leaves out."""
 

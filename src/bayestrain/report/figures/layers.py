@@ -1,5 +1,6 @@
 """What is left of each layer: its ranks against the maximum, its parameters before and after."""
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.patches import Rectangle
@@ -14,6 +15,8 @@ from bayestrain.report.svg import Plot, drawing, inline, tip
 from bayestrain.report.words import count, plural, ratio, short_name
 
 MOST_BONDS = 24
+SPILL = 3
+"""So many layers too many make the figures a little longer instead of one more."""
 
 
 def rank_plots(run: Run, paper: PaperRow | None) -> list[Plot]:
@@ -23,7 +26,7 @@ def rank_plots(run: Run, paper: PaperRow | None) -> list[Plot]:
         return []
     if sum(len(layer.ranks) for layer in layers) <= MOST_BONDS:
         return [_rank_bars(layers, paper)]
-    panels = [layers[k : k + PANEL_ROWS] for k in range(0, len(layers), PANEL_ROWS)]
+    panels = _panels(layers)
     return [_rank_map(panel, k, len(panels)) for k, panel in enumerate(panels)]
 
 
@@ -116,7 +119,7 @@ def parameter_plots(run: Run) -> list[Plot]:
         total = sum(layer.dense or 0 for layer in left)
         known = [layer for layer in known if layer.ranks]
         known.append(Layer(f"{len(left)} left dense", dense=total, start=total, now=total))
-    panels = [known[k : k + PANEL_ROWS] for k in range(0, len(known), PANEL_ROWS)]
+    panels = _panels(known)
     values = [value for layer in known for value in (layer.dense, layer.start, layer.now) if value]
     limits = (min(values) / 1.6, max(values) * 1.6)
     return [_parameter_panel(panel, k, len(panels), limits) for k, panel in enumerate(panels)]
@@ -164,6 +167,13 @@ def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: t
         svg = inline(figure, name, describe)
     caption = "From the ordinary layer (grey) to what is left (blue). The bar is the tensor train before training."
     return Plot(name, f"Parameters per layer{part}", caption, describe, svg)
+
+
+def _panels(layers: Sequence[Layer]) -> list[Sequence[Layer]]:
+    """Equally long parts of about `PANEL_ROWS` layers."""
+    number = max(1, math.ceil((len(layers) - SPILL) / PANEL_ROWS))
+    rows = math.ceil(len(layers) / number)
+    return [layers[k : k + rows] for k in range(0, len(layers), rows)]
 
 
 def _list(ranks: Sequence[int]) -> str:

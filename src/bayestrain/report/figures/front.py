@@ -1,0 +1,165 @@
+"""How accurate at which size: all groups of an experiment in one figure, beside the paper."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from bayestrain.report.figures.labels import Label, place_labels
+from bayestrain.report.figures.marks import log_counts
+from bayestrain.report.groups import KINDS, Group
+from bayestrain.report.palette import LIGHT
+from bayestrain.report.paper import PaperRow
+from bayestrain.report.svg import Plot, drawing, inline, tip
+from bayestrain.report.words import count, percent, plural, ratio
+
+WIDTH, HEIGHT = 7.4, 4.4
+COLOURS = {"dense": "cut", "tensorized": "c2", "low-rank": "kept"}
+FAR = 1.0
+"""A point of the paper further below all others than this many times their range stands on the lower edge."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mark: where, how far its error bars reach, what it is called and how it looks.
+
+    `off` is true of a mark on the lower edge of the figure, whose accuracy lies below that.
+    """
+
+    x: float
+    y: float
+    dx: float
+    dy: float
+    label: str
+    hover: str
+    colour: str
+    marker: str
+    hollow: bool
+    legend: str
+    off: bool = False
+
+
+def front_plot(experiment: str, groups: Sequence[Group], paper: PaperRow | None) -> Plot:
+    """Test accuracy against parameters, mean and standard deviation over seeds."""
+    ours = [_point(group) for group in groups]
+    theirs = _paper_points(paper, [point.y for point in ours])
+    points = [*theirs, *ours]
+    dense = groups[0].settings.dense_params
+    name = f"front-{experiment}"
+    describe = f"Accuracy against parameters, {experiment}. " + " ".join(f"{point.hover}." for point in points)
+    with drawing(HEIGHT, width=WIDTH) as (figure, (axes,)):
+        _limits(axes, points)
+        front = sorted(
+            (point.x, point.y) for group, point in zip(groups, ours, strict=True)
+            if group.settings.kind == "low-rank" and point.marker == "o" and not point.hollow
+        )  # fmt: skip
+        if len(front) > 1:
+            axes.plot(*zip(*front, strict=True), color=LIGHT["kept"], linewidth=1, alpha=0.35, zorder=1)
+        for point in points:
+            _draw(axes, point)
+        _ratios(axes, dense)
+        _legend(figure, points)
+        bottom = axes.get_ylim()[0]
+        place_labels(figure, axes, [Label(p.x, max(p.y, bottom), p.label, p.colour, p.dx, p.dy) for p in points])
+        svg = inline(figure, name, describe)
+    caption = "Right is smaller, up is better; bars are one standard deviation over seeds."
+    return Plot(name, "Accuracy against size", caption, describe, svg)
+
+
+def _point(group: Group) -> Point:
+    settings = group.settings
+    (x, dx), (y, dy), (smaller, _) = (
+        group.mean(value) or (0.0, 0.0)
+        for value in (lambda run: run.scores.params, lambda run: run.scores.accuracy, lambda run: run.scores.ratio)
+    )
+    times = ratio(smaller)
+    several, paper_preset = settings.particles > 1, settings.preset == "paper"
+    model = KINDS[settings.kind]
+    name = f"{settings.particles} particles" if several else model if settings.kind == "dense" else ""
+    label = ", ".join(part for part in (name, times if settings.kind != "dense" else "") if part)
+    hover = (
+        f"{group.label} ({model}, {settings.how}): {count(x)} ± {count(dx)} parameters, {times}, "
+        f"{percent(y)} ± {percent(dy)}, {plural(len(group.runs), 'seed')}"
+    )
+    legend = f"{model}, {'posterior' if several else 'MAP'}" + (", preset paper" if paper_preset else "")
+    return Point(
+        x, y, dx, dy, label, hover, LIGHT[COLOURS[settings.kind]], "^" if several else "o", paper_preset, legend
+    )
+
+
+def _paper_points(paper: PaperRow | None, ours: Sequence[float]) -> list[Point]:
+    """The paper's network that found its ranks, and its dense one, on the lower edge if it would flatten the rest."""
+    if paper is None:
+        return []
+    colour = LIGHT["paper"]
+    hover = f"paper, LR-BTNN: {count(paper.params)} parameters, {ratio(paper.ratio)}, {percent(paper.accuracy, 1)}"
+    points = [
+        Point(paper.params, paper.accuracy, 0, 0, f"paper, {ratio(paper.ratio)}", hover, colour, "D", False,
+              "LR-BTNN of the paper")
+    ]  # fmt: skip
+    accuracy = paper.dense_accuracy
+    if accuracy is None:
+        return points
+    low, high = min(paper.accuracy, *ours), max(paper.accuracy, *ours)
+    off = accuracy < low - FAR * (high - low)
+    hover = f"paper, BNN: {count(paper.dense_params)} parameters, {percent(accuracy, 1)}"
+    label = f"paper, BNN: {percent(accuracy, 1)}, below this axis" if off else "paper, BNN"
+    return [
+        *points,
+        Point(paper.dense_params, accuracy, 0, 0, label, hover, colour, "D", True,
+              "BNN of the paper", off),
+    ]  # fmt: skip
+
+
+def _limits(axes: Axes, points: Sequence[Point]) -> None:
+    """Room for all marks, their bars and labels; the axis of sizes runs to the left."""
+    xs = [x for p in points for x in (p.x + p.dx, max(p.x - p.dx, p.x / 2))]
+    room = (max(xs) / min(xs)) ** 0.07 * 1.08
+    axes.set_xlim(max(xs) * room, min(xs) / room)
+    inside = [p for p in points if not p.off]
+    low, high = min(p.y - p.dy for p in inside), max(p.y + p.dy for p in inside)
+    margin = 0.13 * (high - low) + 0.001
+    axes.set_ylim(low - 1.3 * margin, min(1.0 + 0.2 * margin, high + margin))
+    log_counts(axes, "x")
+    axes.yaxis.set_major_locator(MaxNLocator(7))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
+    axes.set_xlabel("parameters (log scale, smaller to the right)")
+    axes.set_ylabel("test accuracy / %")
+
+
+def _draw(axes: Axes, point: Point) -> None:
+    if point.dx or point.dy:
+        axes.errorbar(point.x, point.y, point.dy, point.dx, color=point.colour, linewidth=1, capsize=2.5, zorder=2)
+    face = LIGHT["card"] if point.hollow else point.colour
+    y = max(point.y, axes.get_ylim()[0])
+    mark = axes.plot(point.x, y, point.marker, color=point.colour, markerfacecolor=face, markersize=7.5,
+                     markeredgewidth=1.5 if point.hollow else 0.5, zorder=4, clip_on=False)[0]  # fmt: skip
+    tip(mark, point.hover)
+
+
+def _ratios(axes: Axes, dense: int) -> None:
+    """A second axis on top: how many times smaller than the dense network."""
+    top = axes.twiny()
+    left, right = axes.get_xlim()
+    top.set_xlim(dense / left, dense / right)
+    log_counts(top, "x")
+    top.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    top.set_xlabel("times smaller than dense")
+    top.grid(visible=False)
+    for spine in top.spines.values():
+        spine.set_visible(False)
+
+
+def _legend(figure: Figure, points: Sequence[Point]) -> None:
+    kinds = {point.legend: point for point in sorted(points, key=lambda p: p.marker == "D")}  # the paper's last
+    handles = [
+        Line2D([], [], color=p.colour, marker=p.marker, linestyle="", markersize=7, label=text,
+               markerfacecolor=LIGHT["card"] if p.hollow else p.colour, markeredgewidth=1.5 if p.hollow else 0.5)
+        for text, p in kinds.items()
+    ]  # fmt: skip
+    columns = int(np.ceil(len(handles) / np.ceil(len(handles) / 4)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.4, handletextpad=0.2)

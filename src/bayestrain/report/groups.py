@@ -1,0 +1,206 @@
+"""From a folder of results to its groups of seeds: ``RESULTS/EXPERIMENT/LABEL/seed-N/``, every file checked."""
+
+import math
+import re
+import statistics
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bayestrain.errors import ReportError
+from bayestrain.report import words
+from bayestrain.report.load import load_run
+from bayestrain.report.paper import PAPER
+from bayestrain.report.reading import as_number, read_json
+from bayestrain.report.run import Run
+
+KINDS = {"dense": "BNN", "tensorized": "BTNN", "low-rank": "LR-BTNN"}
+"""What is trained, in the paper's words and in the order of the table."""
+
+AGAIN = "Gather it again with tools/run_seeds.py, or remove the folder."
+SCRATCH = re.compile(
+    r"\s+(?:--(?:results|runs|jobs)(?:\s+|=)|--set(?:\s+|=)data\.folder=)(?:'[^']*'|\"[^\"]*\"|\S+)"
+)  # where one machine had its files, and how many runs it took at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the seeds of a group have in common. A posterior has `iterations`: epochs times steps per epoch."""
+
+    kind: str
+    preset: str
+    method: str
+    particles: int
+    dense_params: int
+    prior_weight: float | None
+    target_ratio: float | None
+    epochs: int | None
+    iterations: int | None
+
+    @property
+    def how(self) -> str:
+        """How it was inferred: "MAP" or "SVGD, 20 particles"."""
+        return f"{words.method(self.method)}, {self.particles} particles" if self.particles > 1 else "MAP"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The seeds of one label, and the command that made them."""
+
+    label: str
+    folder: Path
+    settings: Settings
+    runs: tuple[Run, ...]
+    command: str
+
+    def mean(self, value: Callable[[Run], float | None]) -> tuple[float, float] | None:
+        """Mean and sample standard deviation over the seeds, 0 for a single one. None if some seed lacks it."""
+        found = [number for run in self.runs if (number := value(run)) is not None]
+        if len(found) < len(self.runs):
+            return None
+        return statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+    @property
+    def size(self) -> float:
+        """Mean number of parameters."""
+        return statistics.fmean(run.scores.params or 0 for run in self.runs)
+
+    @property
+    def median(self) -> Run:
+        """The seed with the median number of parameters; the lower one of two in the middle."""
+        middle = statistics.median_low(run.scores.params or 0 for run in self.runs)
+        return next(run for run in self.runs if run.scores.params == middle)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The groups of an experiment in the table's order, and the seeds that failed, by label."""
+
+    name: str
+    groups: tuple[Group, ...]
+    failed: dict[str, tuple[int, ...]]
+
+
+def gather(results: Path) -> list[Experiment]:
+    """The paper's experiments in its order, then others; those without results are left out."""
+    if not results.is_dir():
+        raise ReportError(f"There is no folder {results}. Give the folder of results that tools/run_seeds.py filled.")
+    others = sorted(folder.name for folder in results.iterdir() if folder.is_dir() and folder.name not in PAPER)
+    found = [(name, _labels(results / name)) for name in (*PAPER, *others)]
+    experiments = [_experiment(name, labels) for name, labels in found if labels]
+    if not experiments:
+        raise ReportError(f"{results} holds no results: there is no EXPERIMENT/LABEL/seed-N/result.json below it.")
+    return experiments
+
+
+def _labels(folder: Path) -> list[Path]:
+    """The folders of groups: those with a seed or a summary in them."""
+    inside = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    return [path for path in inside if (path / "summary.json").is_file() or _seeds(path)]
+
+
+def _seeds(folder: Path) -> dict[int, Path]:
+    found = {int(path.name[5:]): path for path in folder.iterdir() if re.fullmatch(r"seed-\d+", path.name)}
+    return {seed: found[seed] for seed in sorted(found)}
+
+
+def _experiment(name: str, labels: list[Path]) -> Experiment:
+    groups, failed = [], {}
+    for folder in labels:
+        runs = [_run(path, name, seed) for seed, path in _seeds(folder).items()]
+        command, lost = _summary(folder, [run.seed or 0 for run in runs])
+        if lost:
+            failed[folder.name] = lost
+        if runs:
+            groups.append(Group(folder.name, folder, _settings(runs), tuple(runs), command))
+    order = list(KINDS)
+    groups.sort(key=lambda g: (order.index(g.settings.kind), g.settings.particles > 1, -g.size, g.label))
+    return Experiment(name, tuple(groups), failed)
+
+
+def _run(folder: Path, experiment: str, seed: int) -> Run:
+    for name in ("result.json", "config.toml"):
+        if not (folder / name).is_file():
+            raise ReportError(f"{folder} has no {name}. {AGAIN}")
+    run = load_run(folder)
+    where = folder / "result.json"
+    if not run.finished:
+        raise ReportError(f"{where} is of a run that has not finished. {AGAIN}")
+    if (run.experiment, run.seed) != (experiment, seed):
+        raise ReportError(f"{where} is of {run.experiment}, seed {run.seed}, by what it says itself. {AGAIN}")
+    if run.kind not in KINDS:
+        raise ReportError(f"{where} has the kind {run.kind!r}, which is none of {', '.join(KINDS)}.")
+    for key in ("params", "dense_params", "accuracy", "log_likelihood"):
+        if getattr(run.scores, key) is None:
+            raise ReportError(f'{where} has no "{key}", or one that is no finite number. {AGAIN}')
+    return run
+
+
+def _summary(folder: Path, seeds: list[int]) -> tuple[str, tuple[int, ...]]:
+    """The command without what was scratch, and the seeds that failed."""
+    path = folder / "summary.json"
+    content = read_json(path)
+    if content is None:
+        raise ReportError(f"{folder} has no summary.json, which says what command made it. {AGAIN}")
+    command, asked, failed = (content.get(key) for key in ("command", "seeds", "failed"))
+    lists = isinstance(asked, list) and isinstance(failed, list) and all(isinstance(s, int) for s in asked + failed)
+    if not isinstance(command, str) or not lists:
+        raise ReportError(f'{path} lacks its "command", or its lists "seeds" and "failed" of whole numbers. {AGAIN}')
+    good = sorted(set(asked or ()) - set(failed or ()))
+    if good != seeds:
+        there, told = (", ".join(map(str, some)) or "none" for some in (seeds, good))
+        raise ReportError(f"{folder} has seeds {there}, but its summary.json tells of {told}. {AGAIN}")
+    return SCRATCH.sub("", command).strip(), tuple(failed or ())
+
+
+def _settings(runs: list[Run]) -> Settings:
+    """What all seeds have in common; it is an error if they have not."""
+    first = _settings_of(runs[0])
+    for run in runs[1:]:
+        if (other := _settings_of(run)) != first:
+            changed = [key for key, value in vars(first).items() if value != getattr(other, key)]
+            raise ReportError(
+                f"{run.folder} and {runs[0].folder} differ in {', '.join(changed)}, so they are no seeds of one group. "
+                "Give them labels of their own."
+            )
+    return first
+
+
+def _settings_of(run: Run) -> Settings:
+    config = tomllib.loads(run.config_text)
+    try:
+        weight = as_number(_setting(config, "prior", "weight"), "prior.weight")
+        target = as_number(_setting(config, "fit", "target_ratio"), "fit.target_ratio")
+        iterations = _iterations(run.total_epochs, config) if run.posterior else None
+    except ValueError as error:
+        raise ReportError(f"{run.folder / 'config.toml'}: {error}.") from error
+    return Settings(
+        kind=run.kind,
+        preset=run.preset,
+        method=run.posterior.method if run.posterior else "map",
+        particles=run.posterior.particles if run.posterior else 1,
+        dense_params=run.scores.dense_params or 0,
+        prior_weight=weight,
+        target_ratio=target or None,  # 0: none
+        epochs=run.total_epochs,
+        iterations=iterations,
+    )
+
+
+def _iterations(epochs: int | None, config: dict[str, Any]) -> int | None:
+    """Epochs times steps per epoch, on the images not held out; None where the config does not tell."""
+    from bayestrain.data.datasets import SPECS
+
+    spec = SPECS.get(str(_setting(config, "data", "name")))
+    batch = as_number(_setting(config, "fit", "batch_size"), "fit.batch_size")
+    held_out = as_number(_setting(config, "data", "validation_fraction"), "data.validation_fraction") or 0.0
+    if spec is None or not batch or epochs is None:
+        return None
+    return epochs * math.ceil((spec.train_size - round(held_out * spec.train_size)) / batch)
+
+
+def _setting(config: dict[str, Any], section: str, key: str) -> Any:
+    table = config.get(section)
+    return table.get(key) if isinstance(table, dict) else None

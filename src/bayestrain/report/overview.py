@@ -1,0 +1,162 @@
+"""``TABLE.md``: for each experiment one table of its groups beside the paper's lines, commands and figures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bayestrain.report import words
+from bayestrain.report.groups import KINDS, Experiment, Group
+from bayestrain.report.paper import PAPER, PaperRow
+from bayestrain.report.run import Run
+from bayestrain.report.table import likelihood
+
+NONE = "–"
+SPACE = "\u00a0"
+"""Keeps a figure on one line."""
+
+COLUMNS = (
+    "model", "run", "inferred by", "preset", "prior weight", "target", "parameters", "ratio", "accuracy",
+    "log likelihood", "particles' mean", "training", "epochs", "seeds",
+)  # fmt: skip
+LEFT = COLUMNS[:4]
+INTRODUCTION = """\
+`bayestrain table` writes this file and its figures from the results beside it; `make table` does so in a clone.
+
+# Results
+
+Each line is a group of runs that differ in their seed alone, or a line of the paper. Figures are those of the test set,
+as mean ± sample standard deviation over seeds; without a ±, all seeds have the same or there is only one. Settings were
+tuned on a validation split of the training images, never on the test images.
+
+- *model*, in the paper's words: BNN is the dense network, BTNN the same in tensor trains of full ranks, LR-BTNN in
+  tensor trains that find their own ranks.
+- *inferred by*: MAP is a single network; else a posterior of so many networks, its particles, and by which method.
+- *preset*: whose modes, ranks and prior; *prior weight*: 1 is Bayes, less keeps more ranks; *target*: how many times
+  smaller than dense the network was asked to be, – if it was not.
+- *parameters*: with biases and batch norm's four vectors (scale, shift, mean and variance); of a posterior, those of
+  each particle. *ratio*: how many times fewer than the dense network has.
+- *log likelihood*: per test image, of a posterior that of its particles' mean probability. *particles' mean*: the mean
+  of the particles' own log likelihoods, which is what the paper's figure appears to be.
+- *training*: of a run, and where. Several may have shared the machine, so times are no benchmark. *epochs*: passes over
+  the training images, fine-tuning included; of a posterior also its iterations, one per batch.
+- A dash is what we do not know or what does not apply.
+"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure in the file: its name, what it is, and a sentence below it."""
+
+    name: str
+    title: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table before it is written; a cell that is not named is a dash."""
+
+    kind: str
+    cells: dict[str, str]
+
+
+def overview(experiments: Sequence[Experiment], pictures: dict[str, list[Picture]], beside: Path) -> str:
+    """The whole file, to be written into the folder `beside`; `pictures` are those of each experiment."""
+    there = {experiment.name for experiment in experiments}
+    absent = [f"There are no results of `{name}` yet." for name in PAPER if name not in there]
+    parts = [INTRODUCTION, *(f"{sentence}\n" for sentence in absent)]
+    for experiment in experiments:
+        parts.append(_section(experiment, pictures.get(experiment.name, []), beside))
+    return "\n".join(parts)
+
+
+def _section(experiment: Experiment, pictures: Sequence[Picture], beside: Path) -> str:
+    paper = PAPER.get(experiment.name)
+    lines = _paper_lines(paper) if paper else []
+    lines += [Line(group.settings.kind, _cells(group, beside)) for group in experiment.groups]
+    lines.sort(key=lambda line: list(KINDS).index(line.kind))  # stable: the paper's line first
+    texts = [f"## {experiment.name}", _table(lines)]
+    if paper and paper.note:
+        texts.append(paper.note)
+    texts.append(_failures(experiment))
+    if experiment.groups:
+        commands = [f"- `{group.label}`: `{group.command}`" for group in experiment.groups]
+        texts.append("\n".join(["The commands that make the lines again:", "", *commands]))
+    texts += [f"![{p.title}](figures/{p.name}.svg)\n\n*{p.caption}*" for p in pictures]
+    return "\n\n".join(texts) + "\n"
+
+
+def _table(lines: Sequence[Line]) -> str:
+    """A Markdown table; a column that no line has is left out."""
+    order = [name for name in COLUMNS if any(name in line.cells for line in lines)]
+    aligned = ["---" if name in LEFT else "--:" for name in order]
+    rows = [[line.cells.get(name, NONE) for name in order] for line in lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (order, aligned, *rows))
+
+
+def _paper_lines(paper: PaperRow) -> list[Line]:
+    """What is known of the paper's three networks."""
+
+    def line(kind: str, params: int | None, accuracy: float | None) -> Line:
+        cells = {"model": KINDS[kind], "run": "**the paper**", "parameters": words.count(params)}
+        cells["ratio"] = words.ratio(paper.dense_params / params if params else None)
+        cells["accuracy"] = words.percent(accuracy, 1).replace(" ", SPACE)
+        return Line(kind, cells)
+
+    found = line("low-rank", paper.params, paper.accuracy)
+    found.cells["particles' mean"] = words.signed(paper.log_likelihood)
+    return [
+        line("dense", paper.dense_params, paper.dense_accuracy),
+        line("tensorized", paper.tensorized_params, None),
+        found,
+    ]
+
+
+def _cells(group: Group, beside: Path) -> dict[str, str]:
+    settings = group.settings
+    folder, home = group.folder.resolve(), beside.resolve()
+    where = folder.relative_to(home).as_posix() if folder.is_relative_to(home) else ""
+    devices = " and ".join(dict.fromkeys(run.device for run in group.runs if run.device))
+    seconds = _spread(group, lambda run: run.scores.seconds, lambda value: f"{value:,.0f}", f"{SPACE}s")
+    iterations = f" ({settings.iterations:,} iterations)" if settings.iterations else ""
+    cells = {
+        "model": KINDS[settings.kind],
+        "run": f"[{group.label}]({where})" if where else group.label,
+        "inferred by": settings.how,
+        "preset": settings.preset or NONE,
+        "prior weight": _number(settings.prior_weight),
+        "parameters": _spread(group, lambda run: run.scores.params, words.count),
+        "ratio": _spread(group, lambda run: run.scores.ratio, lambda value: f"{value:.1f}", "×"),
+        "accuracy": _spread(group, lambda run: run.scores.accuracy, lambda value: f"{100 * value:.2f}", f"{SPACE}%"),
+        "log likelihood": _spread(group, lambda run: run.scores.log_likelihood, likelihood),
+        "training": f"{seconds}, {devices}" if devices else seconds,
+        "epochs": f"{settings.epochs}{iterations}" if settings.epochs else NONE,
+        "seeds": str(len(group.runs)),
+    }
+    if settings.target_ratio:
+        cells["target"] = f"{_number(settings.target_ratio)}×"
+    if settings.particles > 1:
+        cells["particles' mean"] = _spread(
+            group, lambda run: run.posterior.mean_log_likelihood if run.posterior else None, likelihood
+        )
+    return cells
+
+
+def _spread(group: Group, value: Callable[[Run], float | None], text: Callable[[float], str], unit: str = "") -> str:
+    """Mean ± standard deviation over the seeds; the mean alone if they do not differ."""
+    found = group.mean(value)
+    if found is None:
+        return NONE
+    mean, deviation = found
+    return f"{text(mean)}{SPACE}±{SPACE}{text(deviation)}{unit}" if deviation else f"{text(mean)}{unit}"
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:g}"
+
+
+def _failures(experiment: Experiment) -> str:
+    if not experiment.failed:
+        return "No seed failed."
+    lost = [f"{', '.join(map(str, seeds))} of `{label}`" for label, seeds in experiment.failed.items()]
+    return f"Failed seeds, which no line counts: {'; '.join(lost)}."

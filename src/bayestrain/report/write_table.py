@@ -1,0 +1,97 @@
+"""`write_table`: from a folder of results to ``TABLE.md`` and its figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bayestrain.errors import ReportError
+from bayestrain.files import write_atomically
+from bayestrain.report.figures.front import front_plot
+from bayestrain.report.figures.layers import parameter_plots, rank_plots
+from bayestrain.report.figures.uncertainty import uncertainty_plots
+from bayestrain.report.groups import Experiment, Group, gather
+from bayestrain.report.overview import Picture, overview
+from bayestrain.report.paper import PAPER
+from bayestrain.report.run import Run
+from bayestrain.report.sheet import sheet
+from bayestrain.report.svg import Plot
+
+Drawn = list[tuple[Picture, str]]
+"""Figures of an experiment, each with its SVG."""
+
+
+def write_table(results: Path, out: Path | None = None) -> Path:
+    """Write ``TABLE.md`` and ``figures/*.svg`` and return the path of the table.
+
+    Args:
+        results: the folder with ``EXPERIMENT/LABEL/seed-N/``, as ``tools/run_seeds.py`` fills it.
+        out: where to write; the folder of results by default. Nothing is written before all has been read and drawn.
+    """
+    results = Path(results)
+    folder = results if out is None else Path(out)
+    experiments = gather(results)
+    drawn = {experiment.name: _figures(experiment) for experiment in experiments}
+    pictures = {name: [picture for picture, _ in figures] for name, figures in drawn.items()}
+    text = overview(experiments, pictures, folder)
+    try:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        for picture, svg in (figure for figures in drawn.values() for figure in figures):
+            write_atomically(folder / "figures" / f"{picture.name}.svg", svg)
+        write_atomically(folder / "TABLE.md", text)
+    except OSError as error:
+        raise ReportError(
+            f"{folder} cannot be written to: {error.strerror}. Choose another place with --out."
+        ) from error
+    return folder / "TABLE.md"
+
+
+def _figures(experiment: Experiment) -> Drawn:
+    name, groups = experiment.name, experiment.groups
+    paper = PAPER.get(name)
+    figures: Drawn = []
+
+    def add(kind: str, title: str, caption: str, plots: Sequence[Plot]) -> None:
+        if plots:
+            figures.append((Picture(f"{kind}-{name}", f"{title}, {name}", caption), sheet(plots)))
+
+    if groups:
+        add("front", "Test accuracy against parameters", _front_caption(groups), [front_plot(name, groups, paper)])
+    if shown := typical(groups):
+        run, who = shown.median, f"`{shown.label}`, seed {shown.median.seed}"
+        published = "; diamonds are the paper’s" if paper and paper.ranks else ""
+        caption = f"Ranks that {who}, kept of the maximal ones{published}."
+        add("ranks", "Ranks per bond", caption, rank_plots(run, paper))
+        caption = f"Parameters of each layer of {who}: dense, at the start of the training and now."
+        add("layers", "Parameters per layer", caption, parameter_plots(run))
+    if doubt := evaluated(groups):
+        group, run = doubt
+        outside = f" and on {run.ood.name}" if run.ood else ""
+        caption = f"Uncertainty of `{group.label}`, seed {run.seed}, on the test images{outside}."
+        add("uncertainty", "Uncertainty", caption, uncertainty_plots(run))
+    return figures
+
+
+def typical(groups: Sequence[Group]) -> Group | None:
+    """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest such."""
+    found = [group for group in groups if group.settings.kind == "low-rank" and group.settings.particles == 1]
+    named = [group for group in found if group.label == "default"]
+    return min(named or found, key=lambda group: group.size, default=None)
+
+
+def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
+    """A posterior whose answers were kept, networks that found their ranks first, then the most particles."""
+    kept = [
+        (group, run)
+        for group in groups
+        for run in group.runs
+        if group.settings.particles > 1 and run.evaluation is not None
+    ]
+    return max(kept, key=lambda pair: (pair[0].settings.kind == "low-rank", pair[0].settings.particles), default=None)
+
+
+def _front_caption(groups: Sequence[Group]) -> str:
+    text = "Mean and standard deviation over seeds; numbers are how many times smaller than dense a network is"
+    return (
+        f"{text}, hollow marks are of the preset `paper`."
+        if any(group.settings.preset == "paper" for group in groups)
+        else f"{text}."
+    )
