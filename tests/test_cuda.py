@@ -173,7 +173,7 @@ def point(net: nn.Module, **changes: Any) -> Point:
     """A network on the GPU, in training; five steps are an epoch, the prior aligns every sixth."""
     prior = bt.PriorConfig(warmup_epochs=1, align_every=6)
     config = settings(batch_size=8, finetune_lr=1e-3, **changes)
-    return Point(net, config, prior, F.cross_entropy, 40, torch.device("cuda"))
+    return Point(net, config, prior, F.cross_entropy, 40, torch.device("cuda"), search=True)
 
 
 def both_ways(

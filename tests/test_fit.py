@@ -21,7 +21,7 @@ from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoin
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.progress import Silent
-from bayestrain.train.schedule import finetune_rate, learning_rate
+from bayestrain.train.schedule import learning_rate
 
 DIGITS = data.load("mnist-mini")
 TRAIN = DIGITS.train.subset(range(1000))
@@ -178,13 +178,16 @@ def test_a_half_written_line_of_history_is_dropped(tmp_path: Path) -> None:
 
 
 def test_rates_follow_their_schedules() -> None:
-    cosine = settings(epochs=10, lr=1.0, lr_warmup_epochs=2)
+    cosine = settings(epochs=10, lr=1.0, lr_warmup_epochs=2, finetune_epochs=0)
     assert learning_rate(cosine, 0) == 0.0
     assert learning_rate(cosine, 1) == pytest.approx(0.5 * 0.5 * (1 + math.cos(math.pi * 0.1)))
     assert learning_rate(cosine, 10) == pytest.approx(0.0)
     step = settings(epochs=10, lr=1.0, schedule="step", milestones=(0.5, 0.75), gamma=0.1)
     assert [learning_rate(step, epoch) for epoch in (0, 4.9, 5, 7.5)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
-    assert finetune_rate(settings(finetune_lr=0.2, finetune_epochs=4), 2) == pytest.approx(0.1)
+    tuned = settings(epochs=10, finetune_lr=0.2, finetune_epochs=4)
+    assert [learning_rate(tuned, epoch) for epoch in (10, 12, 14)] == pytest.approx([0.2, 0.1, 0.0])
+    through = settings(epochs=10, lr=0.5, finetune_lr=0.0, finetune_epochs=10)
+    assert [learning_rate(through, epoch) for epoch in (0, 10, 20)] == pytest.approx([0.5, 0.25, 0.0])
 
 
 @pytest.mark.parametrize(("name", "preset"), [(n, p) for n in toml.names() for p in toml.presets(n)])

@@ -1,9 +1,9 @@
 """Data sets: `load` gives one by name, `get` only fetches it, `catalog` lists them.
 
-`Images` and `Splits` are what `load` returns; `pad_crop`, `shift` and `flip` augment whole batches.
+`Images` and `Splits` are what `load` returns; `pad_crop`, `shift`, `flip` and `cutout` augment whole batches.
 """
 
-from bayestrain.data.augment import flip, pad_crop, shift
+from bayestrain.data.augment import cutout, flip, pad_crop, shift
 from bayestrain.data.fetch import Entry, Found, cache_folder, catalog, get
 from bayestrain.data.images import Images, Splits
 from bayestrain.data.loading import load
@@ -15,6 +15,7 @@ __all__ = [
     "Splits",
     "cache_folder",
     "catalog",
+    "cutout",
     "flip",
     "get",
     "load",

@@ -48,6 +48,20 @@ def flip(images: Tensor, generator: Generator | None = None) -> Tensor:
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
 
+def cutout(images: Tensor, side: int, generator: Generator | None = None) -> Tensor:
+    """Set a square of `side` pixels to zero in each image, its centre anywhere in it (DeVries & Taylor 2017)."""
+    _, _, height, width = _checked(images)
+    if side < 0:
+        raise ConfigError(f"side must be 0 or more pixels, not {side}")
+    inside = []
+    for length in (height, width):
+        first = _integers(images, length, generator)[:, None] - side // 2
+        place = torch.arange(length, device=images.device)
+        inside.append((place >= first) & (place < first + side))  # (N, length)
+    rows, columns = inside
+    return images.masked_fill(rows[:, None, :, None] & columns[:, None, None, :], 0.0)
+
+
 def _integers(images: Tensor, high: int, generator: Generator | None) -> Tensor:
     """One integer of 0 ... high - 1 per image, drawn where the generator lives, moved to the images."""
     device = images.device if generator is None else generator.device

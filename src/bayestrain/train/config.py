@@ -69,6 +69,7 @@ class DataConfig(Section):
     validation_fraction: float = setting("part of the training images held out to watch", 0.1, at_least=0, below=1)
     pad_crop: int = setting("pad by so many pixels, then crop at random; 0: off", 0, at_least=0, at_most=27)
     flip: bool = setting("mirror half of the images left to right", False)
+    cutout: int = setting("blank a square of so many pixels at a random place; 0: off", 0, at_least=0, at_most=27)
     shift: int = setting("move by up to so many pixels at random; 0: off", 0, at_least=0, at_most=27)
 
 
@@ -141,7 +142,9 @@ class FitConfig(Section):
         at_least=0,
     )
     finetune_epochs: int = setting("epochs without prior after the final rounding", 3, at_least=0)
-    finetune_lr: float = setting("learning rate of those epochs", 1e-3, above=0)
+    finetune_lr: float = setting(
+        "learning rate of those epochs; 0: the schedule goes on through them", 1e-3, at_least=0
+    )
     tensorboard: bool = setting("write TensorBoard logs as well", False)
     checkpoint_every: int = setting("epochs between checkpoints", 1, at_least=1)
 

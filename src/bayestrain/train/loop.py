@@ -30,7 +30,7 @@ from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.particles import ParticleSubject
 from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
-from bayestrain.train.schedule import finetune_rate, learning_rate
+from bayestrain.train.schedule import learning_rate
 from bayestrain.train.subject import Subject, make_optimizer, make_prior
 from bayestrain.train.tensorboard import EpochLog
 
@@ -233,10 +233,7 @@ class _Fit:
         return {"train_loss": data, "prior_loss": prior, "train_accuracy": right}
 
     def _set_rate(self, epoch: float) -> float:
-        if epoch < self.config.epochs:
-            self.rate = learning_rate(self.config, epoch)
-        else:
-            self.rate = finetune_rate(self.config, epoch - self.config.epochs)
+        self.rate = learning_rate(self.config, epoch)
         self.subject.set_rate(self.rate)
         return self.rate
 

@@ -60,7 +60,7 @@ def outside_images(name: str, splits: Splits, seed: int) -> Images | None:
 
 
 def augmentation(config: DataConfig, splits: Splits) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """What happens to a training batch on the device: crop, flip, shift, then normalisation."""
+    """What happens to a training batch on the device: crop, shift, flip, normalisation, cutout."""
 
     mean, std = (torch.tensor(values)[:, None, None] for values in (splits.mean, splits.std))
 
@@ -73,6 +73,7 @@ def augmentation(config: DataConfig, splits: Splits) -> Callable[[Tensor, torch.
         if config.flip:
             images = data.flip(images, generator)
         mean, std = mean.to(images), std.to(images)  # moved to the device once, which makes the processor wait for it
-        return (images - mean) / std
+        images = (images - mean) / std
+        return data.cutout(images, config.cutout, generator) if config.cutout else images
 
     return augment

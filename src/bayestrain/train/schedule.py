@@ -8,11 +8,18 @@ from bayestrain.train.config import FitConfig
 
 
 def learning_rate(config: FitConfig, epoch: float) -> float:
-    """The rate after `epoch` epochs (a fraction counts steps) of the rank search."""
+    """The rate after `epoch` epochs; a fraction counts steps.
+
+    The fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule goes on through it.
+    """
+    tuned = epoch - config.epochs
+    if config.finetune_lr and config.finetune_epochs and tuned >= 0:
+        return config.finetune_lr * _cosine(tuned / config.finetune_epochs)
+    length = config.epochs if config.finetune_lr else config.epochs + config.finetune_epochs
     warmup = min(1.0, epoch / config.lr_warmup_epochs) if config.lr_warmup_epochs else 1.0
-    done = min(epoch / config.epochs, 1.0)
+    done = min(epoch / length, 1.0)
     if config.schedule == "cosine":
-        factor = 0.5 * (1 + math.cos(math.pi * done))
+        factor = _cosine(done)
     elif config.schedule == "step":
         factor = config.gamma ** sum(done >= milestone for milestone in config.milestones)
     else:
@@ -20,6 +27,5 @@ def learning_rate(config: FitConfig, epoch: float) -> float:
     return config.lr * warmup * factor
 
 
-def finetune_rate(config: FitConfig, epoch: float) -> float:
-    """The rate after `epoch` epochs of the fine-tuning: from its start to zero along a cosine."""
-    return config.finetune_lr * 0.5 * (1 + math.cos(math.pi * min(epoch / config.finetune_epochs, 1.0)))
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
