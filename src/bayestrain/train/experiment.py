@@ -22,7 +22,7 @@ from bayestrain.saved import load_model, load_posterior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
-from bayestrain.train.config import FitConfig, RunConfig, differences
+from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.loop import FitResult, fit, fit_posterior
@@ -81,7 +81,7 @@ def _run(
     model = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
     dense_params = count_parameters(model)
     dense_layers = {name: _own_parameters(module) for name, module in model.named_modules() if _is_layer(module)}
-    tensorize(model, config)
+    _as_kind(model, config)
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
@@ -151,7 +151,7 @@ def _train(
 
     def build() -> nn.Module:
         another = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-        tensorize(another, config)
+        _as_kind(another, config)
         return another
 
     number = config.posterior.particles
@@ -209,7 +209,7 @@ def fit_settings(config: RunConfig) -> FitConfig:
 def rehearse(config: RunConfig) -> None:
     """Go through all that can fail before the first step, and leave no trace."""
     material = load_material(config, with_outside=config.posterior.particles > 0)
-    tensorize(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config)
+    _as_kind(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config)
     if config.fit.tensorboard:
         summary_writer()
 
@@ -236,11 +236,13 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
         raise ConfigError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
 
 
-def tensorize(model: nn.Module, config: RunConfig) -> None:
-    """Convert the layers that the settings do not keep dense; none, if the whole network shall be."""
-    if config.experiment.kind == "dense":
-        return
-    settings = config.tensorize
+def _as_kind(model: nn.Module, config: RunConfig) -> None:
+    if config.experiment.kind != "dense":
+        tensorize(model, config.tensorize)
+
+
+def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
+    """Convert the layers that the settings do not keep dense."""
     names = {name for name, module in model.named_modules() if _is_layer(module)}
     for pattern in settings.keep_dense:
         if not fnmatch.filter(names, pattern):
