@@ -93,10 +93,10 @@ def test_given_ranks_stay_as_they_are() -> None:
     bt.compact_(start, 0.5)
     before = bt.ranks(start)
     found, result = bt.fit_posterior(
-        bt.around(start, 3), TRAIN, None, settings(), PosteriorConfig(particles=3), fixed_ranks=True
+        bt.around(start, 3), TRAIN, None, settings(), PosteriorConfig(particles=3), search=False
     )
     assert found.ranks == before
-    assert len(result.history) == 3  # only the two epochs of fine-tuning, and the start
+    assert [line["phase"] for line in result.history] == ["train"] * 5 + ["finetune"] * 2
     assert result.own_ranks == {}
 
 
