@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,30 @@ def test_compaction_makes_the_estimate_anew() -> None:
     before = posterior.estimate_memory(x, y)
     posterior.compact_(0.6)
     assert posterior.estimate_memory(x, y).held < before.held
+
+
+def test_predictions_make_no_tensor_too_large_for_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three networks with wide feature maps: with a small limit they go one by one, and inputs in parts."""
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(8 * 26 * 26, 4)) for _ in range(3)]
+    posterior, x = bt.Posterior(networks, num_data=10), torch.randn(400, 1, 28, 28)
+    expected, found = posterior.outputs(x), {}
+    each = 8 * 26 * 26  # entries that one image makes in one network
+
+    def at_once(*arguments: Any) -> tuple[int, int]:
+        found["at once"] = whole(*arguments)
+        return found["at once"]
+
+    whole = memory.predicted_at_once
+    monkeypatch.setattr("bayestrain.posterior.model.predicted_at_once", at_once)
+    for limit, wanted in ((3 * 400 * each, (3, 400)), (2 * 400 * each, (2, 400)), (100 * each, (1, 100))):
+        monkeypatch.setattr(memory, "PREDICTED_ENTRIES", limit)
+        torch.testing.assert_close(posterior.outputs(x), expected)
+        assert found["at once"] == wanted
+
+
+def test_a_step_takes_no_more_particles_at_once_than_the_libraries_can() -> None:
+    from bayestrain.posterior.memory import MOST_ENTRIES, Activations, plan
+
+    estimate = plan(20, 0, 0, Activations(1, MOST_ENTRIES // 7), torch.device("cpu"), None)
+    assert estimate.chunk == 7

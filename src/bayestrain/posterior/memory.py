@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ BACKWARD = 2
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of glibc's settings, from malloc.h; 32 MiB is the most that the second one takes."""
+
+MOST_ENTRIES = 2**31 - 1
+"""CUDA's libraries take no tensor with more entries."""
+
+PREDICTED_ENTRIES = 1 << 28
+"""When particles predict, no tensor on the way should have more: 1 GiB in single precision."""
+
+FEW = 1024
+"""So few networks times inputs predict at once, whatever they need."""
+
+PART = 8
+"""One in so many inputs is tried, to see how much memory all would take."""
 
 RESERVE = 0.9
 """Part of the free memory that a run may plan with."""
@@ -76,17 +88,25 @@ class _Largest(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
+        self.bytes = self.entries = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
             self.bytes = max(self.bytes, made.numel() * made.element_size())
+            self.entries = max(self.entries, made.numel())
         return made
 
 
-def activation_bytes(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor) -> int:
-    """Bytes that one particle needs on its way through the network and back, measured on a copy of it."""
+class Activations(NamedTuple):
+    """What one particle makes on its way through the network and back: bytes, and entries of the largest tensor."""
+
+    bytes: int
+    entries: int
+
+
+def activations(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor) -> Activations:
+    """What one particle needs, measured on a copy of it."""
     point = {
         name: tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
         for name, tensor in one.items()
@@ -104,7 +124,26 @@ def activation_bytes(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor)
     keep_noted = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
     with torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
         joint.batched({name: tensor[None] for name, tensor in point.items()}, "likelihood", x, y)  # as a step runs it
-    return BACKWARD * (sum(saved.values()) + int(largest.bytes))
+    return Activations(BACKWARD * (sum(saved.values()) + int(largest.bytes)), int(largest.entries))
+
+
+@torch.no_grad()
+def predicted_at_once(joint: Joint, particles: dict[str, Tensor], x: Tensor, batch_size: int) -> tuple[int, int]:
+    """How many particles and how many inputs go through the network at once, for predictions of `x`.
+
+    What a part of the inputs makes in one particle is measured; not where there are few of them, which always fit.
+    """
+    n, batch = len(next(iter(particles.values()))), min(batch_size, len(x))
+    if n * batch <= FEW:
+        return n, batch
+    part = -(-batch // PART)
+    with _Largest() as largest:
+        joint.batched({name: tensor[:1].detach() for name, tensor in particles.items()}, "outputs", x[:part])
+    each = (
+        int(largest.entries) * batch / part
+    )  # too much, where the largest is a weight that is formed: never too little
+    fitting = PREDICTED_ENTRIES / max(each, 1.0)
+    return min(n, max(1, int(fitting))), max(1, int(batch * min(1.0, fitting)))
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -143,21 +182,21 @@ def retain_freed_memory() -> bool:
 
 
 def plan(
-    n: int, held: int, allocated: int, per_particle: int, device: torch.device, chunk: int | None
+    n: int, held: int, allocated: int, one: Activations, device: torch.device, chunk: int | None
 ) -> MemoryEstimate:
     """Choose how many particles go through the network at once; refuse what cannot fit.
 
     Args:
         held: bytes that all particles' weights, gradients and optimiser state take; `allocated` of them already do.
-        per_particle: bytes of one particle's activations.
+        one: what one particle makes on its way.
         chunk: the user's choice, or None to find one.
     """
-    available = available_bytes(device)
+    available, per_particle = available_bytes(device), one.bytes
     free = None if available is None else int(available * RESERVE) - (held - allocated)
     if chunk is None:
         wanted = CACHE // max(per_particle, 1) if device.type == "cpu" else n
         fitting = n if free is None else free // max(per_particle, 1)
-        chunk = max(1, min(n, wanted, fitting))
+        chunk = max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1)))
     estimate = MemoryEstimate(n, held, per_particle, min(chunk, n), available)
     if free is None or available is None or estimate.chunk * per_particle <= free:
         return estimate

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
 from bayestrain.posterior.joint import Joint
+from bayestrain.posterior.memory import predicted_at_once
 from bayestrain.predict import Classification, Prediction, checked_labels, fit_temperature
 from bayestrain.sizes import count_parameters, ranks
 
@@ -72,7 +73,7 @@ class ParticleModel:
         Args:
             x: inputs, on any device; what comes back is on that device too.
             batch_size: inputs at a time.
-            chunk: particles at a time; all if None.
+            chunk: particles at a time; if None, as many particles and inputs as make no tensor of more than 1 GiB.
         """
         return self.joint.likelihood.prediction(self._all(x, batch_size, chunk, "describe"))
 
@@ -96,9 +97,11 @@ class ParticleModel:
             raise ConfigError("There is no input to predict for.")
         was_training = self.template.training
         self.template.eval()
-        size = chunk or len(self)
         tensors = {**self.particles, **self.carried}
         try:
+            size = chunk
+            if size is None:
+                size, batch_size = predicted_at_once(self.joint, tensors, x[:batch_size].to(self.device), batch_size)
             batches = [
                 [
                     self.joint.batched(

@@ -16,7 +16,7 @@ from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf
 from bayestrain.infer.method import MakeOptimizer
 from bayestrain.posterior.compaction import compact_particles, particles_tolerance, rank_spread
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
-from bayestrain.posterior.memory import MemoryEstimate, activation_bytes, held_bytes, optimizer_states, plan
+from bayestrain.posterior.memory import Activations, MemoryEstimate, activations, held_bytes, optimizer_states, plan
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.predict import Classification, Likelihood
 from bayestrain.prior import NormalPrior, Prior, RankPrior
@@ -101,7 +101,7 @@ class Posterior(ParticleModel):
         device = trainable[0].device if trainable else torch.device("cpu")
         states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make, device)
         held = held_bytes(trainable, len(models), states)
-        plan(len(models), held, 0, 0, device, chunk)  # refuses before anything is allocated
+        plan(len(models), held, 0, Activations(0, 0), device, chunk)  # refuses before anything is allocated
 
         make_prior = prior or (lambda model: _make_prior(model, num_data))
         dtype = trainable[0].dtype if trainable else None
@@ -189,10 +189,10 @@ class Posterior(ParticleModel):
         self.template.train()
         one = {name: t[0].detach().requires_grad_() for name, t in self.particles.items()}
         one |= {name: t[0] for name, t in self.carried.items()}
-        per_particle = activation_bytes(self.joint, one, x, y)
+        needed = activations(self.joint, one, x, y)
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
-        self._estimate = plan(len(self), held, allocated, per_particle, self.device, self._chunk)
+        self._estimate = plan(len(self), held, allocated, needed, self.device, self._chunk)
         self.method.chunk = self._estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
         return self._estimate
