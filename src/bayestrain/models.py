@@ -31,17 +31,17 @@ def cifar10_cnn(num_classes: int = 10) -> nn.Sequential:
     """
     return nn.Sequential(
         OrderedDict[str, nn.Module](
-            conv1=nn.Conv2d(3, 128, 3, padding="same"),
+            conv1=nn.Conv2d(3, 128, 3, padding=1),
             bn1=nn.BatchNorm2d(128),
             relu1=nn.ReLU(),
-            conv2=nn.Conv2d(128, 128, 3, padding="same"),
+            conv2=nn.Conv2d(128, 128, 3, padding=1),
             bn2=nn.BatchNorm2d(128),
             relu2=nn.ReLU(),
             pool1=nn.MaxPool2d(3),
-            conv3=nn.Conv2d(128, 256, 3, padding="same"),
+            conv3=nn.Conv2d(128, 256, 3, padding=1),
             bn3=nn.BatchNorm2d(256),
             relu3=nn.ReLU(),
-            conv4=nn.Conv2d(256, 256, 3, padding="same"),
+            conv4=nn.Conv2d(256, 256, 3, padding=1),
             bn4=nn.BatchNorm2d(256),
             relu4=nn.ReLU(),
             pool2=nn.MaxPool2d(5),

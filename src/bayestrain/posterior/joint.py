@@ -24,6 +24,8 @@ class Joint(nn.Module):
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
         self.prior_weight: Tensor | float = 1.0
         """The prior's weight of this step. A tensor, so that a captured step sees it change."""
+        self.alone = False
+        """Whether a single particle trains as fast as a network by itself; dropout then draws other numbers."""
         self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
         """Whether a parameter has several names; looking for these at each call takes time."""
 
@@ -63,6 +65,10 @@ class Joint(nn.Module):
         def one(tensors: dict[str, Tensor]) -> Any:
             return functional_call(self, tensors, (what, *inputs), tie_weights=self.tied)
 
+        predicted = what in ("outputs", "describe")
+        if (predicted or (what == "likelihood" and self.alone)) and len(next(iter(particles.values()))) == 1:
+            found = one({name: tensor[0] for name, tensor in particles.items()})
+            return {name: tensor[None] for name, tensor in found.items()}
         # Dropout and the like draw anew for every particle.
         return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
 

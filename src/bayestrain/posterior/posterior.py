@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
+from bayestrain.layers import TTConv2d
 from bayestrain.posterior.compaction import compact_particles, particles_tolerance, rank_spread
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import Activations, MemoryEstimate, activations, held_bytes, optimizer_states, plan
@@ -21,6 +23,9 @@ from bayestrain.posterior.model import ParticleModel
 from bayestrain.predict import Classification, Likelihood
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.sizes import tt_layers
+
+BUSY = 32 << 20
+"""Bytes of activations with which the convolutions of one particle keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +197,17 @@ class Posterior(ParticleModel):
         needed = activations(self.joint, one, x, y)
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
-        self._estimate = plan(len(self), held, allocated, needed, self.device, self._chunk)
+        self.joint.alone = self._goes_alone(needed)
+        chunk = self._chunk or (1 if self.joint.alone else None)
+        self._estimate = plan(len(self), held, allocated, needed, self.device, chunk)
         self.method.chunk = self._estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
         return self._estimate
+
+    def _goes_alone(self, needed: Activations) -> bool:
+        """Whether particles had better go one by one: convolutions that keep a GPU busy only get slower in groups."""
+        convolving = any(isinstance(module, _ConvNd | TTConv2d) for module in self.template.modules())
+        return self.device.type == "cuda" and convolving and needed.bytes > BUSY
 
     def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
         """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.

@@ -17,7 +17,7 @@ from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import tt_layers
 from bayestrain.target import dense_parameters
-from bayestrain.train.arithmetic import lowered, products
+from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.subject import Spectra, Subject
 
@@ -28,12 +28,16 @@ class ParticleSubject(Subject):
     def __init__(self, posterior: Posterior, config: FitConfig, prior: PriorConfig, probe: Tensor) -> None:
         """`probe` is a batch of inputs, to see whether the particles' outputs are finite."""
         self.posterior, self.config, self.prior_config, self.probe = posterior, config, prior, probe
+        self.channels_last = wants_channels_last(posterior.template, posterior.device)
         self.own_ranks: dict[str, list[list[int]]] = {}
         """What each particle alone would have been rounded to, just before all were."""
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
         return isinstance(self.posterior.prior, RankPrior)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return channels_last(x) if self.channels_last else x
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         posterior = self.posterior
