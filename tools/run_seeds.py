@@ -77,8 +77,8 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
         found |= {key: float(posterior["ood"][key]) for key in ("auroc", "auroc_epistemic")}
     if posterior["map"]:
         found |= {f"map_{key}": float(posterior["map"][key]) for key in (*SUMMARISED[:1], *SUMMARISED[2:])}
-        found["map_calibrated_ece"] = float(posterior["map"]["calibrated"]["ece"])
-        found["map_calibrated_log_likelihood"] = float(posterior["map"]["calibrated"]["log_likelihood"])
+        if calibrated := posterior["map"]["calibrated"]:
+            found |= {f"map_calibrated_{key}": float(calibrated[key]) for key in ("ece", "log_likelihood")}
         if posterior["ood"]:
             found["map_auroc"] = float(posterior["map"]["ood_auroc"])
     return found

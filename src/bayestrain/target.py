@@ -12,7 +12,7 @@ from bayestrain.errors import ConfigError
 from bayestrain.sizes import count_parameters, tt_layers
 
 LARGEST = 1.0 - 1e-9
-"""A tolerance below 1 at which nothing but rank 1 is left."""
+"""The largest tolerance there is: below 1."""
 
 HALVINGS = 40
 
@@ -31,7 +31,14 @@ class Roundable:
 
     def entries(self, tol: float) -> int:
         """Entries of all cores after rounding with this tolerance; at most so many, if bonds are cut one by one."""
-        inner = [max(int((tail > tol * self.share).sum()), 1) for tail in self.tails]
+        return self._entries([max(int((tail > tol * self.share).sum()), 1) for tail in self.tails])
+
+    @property
+    def fewest(self) -> int:
+        """Entries with every rank at 1."""
+        return self._entries([1 for _ in self.tails])
+
+    def _entries(self, inner: Sequence[int]) -> int:
         chain = (1, *inner, 1)
         return sum(left * size * right for left, size, right in zip(chain[:-1], self.sizes, chain[1:], strict=True))
 
@@ -39,7 +46,8 @@ class Roundable:
 def tolerance_for(model: nn.Module, parameters: int, least: float = 0.0) -> float:
     """The smallest tolerance, not below `least`, with which ``compact_(model, tol)`` leaves at most `parameters`.
 
-    All layers get the same tolerance, so that each gives up what it can spare. The model is not changed.
+    All layers get the same tolerance, so that each gives up what it can spare. The model is not changed. Where not even
+    the largest tolerance, just below 1, leaves so few, it is that one: the weights of such a model have no small parts.
     """
     layers = []
     cores = 0
@@ -60,10 +68,11 @@ def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int
     def size(tol: float) -> int:
         return others + sum(layer.entries(tol) for layer in layers)
 
-    if size(LARGEST) > parameters:
+    fewest = others + sum(layer.fewest for layer in layers)
+    if fewest > parameters:
         raise ConfigError(
-            f"{parameters:,} parameters are too few: with every rank at 1 there are {size(LARGEST):,}, of which "
-            f"{others:,} are in no tensor train. Ask for less, or tensorize more layers."
+            f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which "
+            f"{others:,} are in no tensor train. Ask for more, or tensorize more layers."
         )
     if size(least) <= parameters:
         return least

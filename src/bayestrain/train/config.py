@@ -137,7 +137,7 @@ class FitConfig(Section):
         below=1,
     )
     target_ratio: float = setting(
-        "round further, until the network is so many times smaller than dense; 0: as the tolerance has it",
+        "cut until the network is so many times smaller than dense; 0: as the tolerances have it",
         0.0,
         at_least=0,
     )

@@ -30,12 +30,15 @@ from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.particles import ParticleSubject
 from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
-from bayestrain.train.schedule import learning_rate
+from bayestrain.train.schedule import learning_rate, wanted_ratio
 from bayestrain.train.subject import Subject, make_optimizer, make_prior
 from bayestrain.train.tensorboard import EpochLog
 
 LOOK_EVERY = 50
 """Steps between looks at the loss: a look waits for the device."""
+
+BOLDEST = 0.3
+"""The largest tolerance of a cut on the way to a target: what is cut then must be learned again."""
 
 PROBE = 64
 """Inputs on which a posterior's outputs are looked at after each epoch."""
@@ -171,6 +174,9 @@ class _Fit:
         self.noise = torch.Generator(device).manual_seed(seed + 1)
         self.steps_per_epoch = math.ceil(len(train) / config.batch_size)
         self.total_epochs = config.epochs + config.finetune_epochs
+        self.start_ratio = subject.ratio
+        if config.target_ratio:
+            subject.tolerance_for(config.target_ratio, 0.0)  # refuses now what could not be reached then
         self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
@@ -243,21 +249,27 @@ class _Fit:
         if not self.subject.searching or not every or self.epoch < config.compact_from or self.epoch % every:
             return
         bonds = self.subject.spectra()
-        for row in self.subject.cut(config.compact_tol).layers:
+        for row in self.subject.cut(self._cut_tolerance()).layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
                 known[:0] = [value / max(values[0], 1e-300) for value in values[rank:]]
+
+    def _cut_tolerance(self) -> float:
+        """What a cut may change; with a target, as much as it takes to come nearer to it little by little."""
+        tol = self.config.compact_tol
+        if not self.config.target_ratio:
+            return tol
+        wanted = self.subject.tolerance_for(wanted_ratio(self.config, self.epoch, self.start_ratio), tol)
+        return max(tol, min(wanted, BOLDEST))
 
     def _round(self) -> None:
         """End of the search: the smallest ranks for the tolerance."""
         bonds, tol = self.subject.spectra(), self.config.round_tol
         if self.config.target_ratio:
             tol = self.subject.tolerance_for(self.config.target_ratio, tol)
-            if tol > self.config.round_tol:
-                self.progress.message(
-                    f"rounded with a tolerance of {tol:.2g}, to be {self.config.target_ratio:g}x smaller"
-                )
         report = self.subject.round(tol)
+        if tol > self.config.round_tol:
+            self.progress.message(f"rounded with a tolerance of {tol:.2g}, to be {self.subject.ratio:.4g}x smaller")
         self.spectra = {
             "tol": tol,
             "layers": {

@@ -63,6 +63,10 @@ class ParticleSubject(Subject):
         self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
         return report
 
+    @property
+    def ratio(self) -> float:
+        return dense_parameters(self.posterior.template) / self.posterior.parameters_each
+
     def tolerance_for(self, ratio: float, least: float) -> float:
         return self.posterior.tolerance_for(int(dense_parameters(self.posterior.template) / ratio), least)
 

@@ -126,6 +126,10 @@ class Point(Subject):
         self.optimizer = self._new_optimizer(self.config.finetune_lr)
         self.capture.forget()
 
+    @property
+    def ratio(self) -> float:
+        return dense_parameters(self.model) / count_parameters(self.model)
+
     def tolerance_for(self, ratio: float, least: float) -> float:
         return tolerance_for(self.model, int(dense_parameters(self.model) / ratio), least)
 

@@ -6,6 +6,9 @@ import math
 
 from bayestrain.train.config import FitConfig
 
+ARRIVED = 0.8
+"""Part of the search after which a network that has a target should have its size."""
+
 
 def learning_rate(config: FitConfig, epoch: float) -> float:
     """The rate after `epoch` epochs; a fraction counts steps.
@@ -25,6 +28,17 @@ def learning_rate(config: FitConfig, epoch: float) -> float:
     else:
         factor = 1.0
     return config.lr * warmup * factor
+
+
+def wanted_ratio(config: FitConfig, epoch: float, start: float) -> float:
+    """How many times smaller than dense the network should be after `epoch` epochs, on its way to the target.
+
+    From the `start` at the first cut it grows by the same factor each epoch, and is the target when most of the search
+    is over.
+    """
+    last = ARRIVED * config.epochs
+    done = min(max((epoch - config.compact_from) / max(last - config.compact_from, 1.0), 0.0), 1.0)
+    return float(start * (config.target_ratio / start) ** done)
 
 
 def _cosine(done: float) -> float:

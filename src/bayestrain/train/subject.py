@@ -45,6 +45,11 @@ class Subject(ABC):
     def round(self, tol: float) -> CompactReport:
         """End of the search: the smallest ranks for the tolerance, no prior on ranks from then on."""
 
+    @property
+    @abstractmethod
+    def ratio(self) -> float:
+        """How many times smaller than dense the network is."""
+
     @abstractmethod
     def tolerance_for(self, ratio: float, least: float) -> float:
         """The smallest tolerance, not below `least`, that makes the network `ratio` times smaller than dense."""
