@@ -70,6 +70,8 @@ def _search(run: Run) -> list[Section]:
     else:
         left = [rank_plots(run, paper) + parameter_plots(run)]
         way, cut = [curves, paths, lambdas], [spectra, tolerances]
+        if run.rule == "lambda":  # a single curve, which would stand alone on its row
+            cut = [spectra + tolerances]
     mean = " Of several particles the mean is shown." if run.posterior else ""
     falls = "A rank disappears when its λ falls: the slices of both cores it joins shrink to nothing together."
     return [
