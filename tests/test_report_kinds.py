@@ -112,7 +112,7 @@ def test_a_posterior_of_such_networks(runs: dict[str, Path], kind: str) -> None:
 
 def test_the_mean_of_the_particles_own_accuracies(runs: dict[str, Path]) -> None:
     own = json.loads((runs["dense-3"] / "result.json").read_text())["posterior"]["particle_accuracy"]
-    card = headline(load_run(runs["dense-3"]))[1]
+    card = headline(load_run(runs["dense-3"]))[2]
     assert (card.label, card.value) == ("Particles’ accuracy", f"{100 * sum(own) / 3:.2f} %")
 
 

@@ -78,8 +78,8 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
     likelihood, alone = of["Log likelihood"], posterior.mean_log_likelihood
     cards = [
         replace(of["Parameters"], note=f"in each of {posterior.particles} particles"),
-        of["Compression"] if "Compression" in of else _each_accuracy(posterior),
-        of["Test accuracy"],
+        *([of["Compression"], of["Test accuracy"]] if "Compression" in of else
+          [of["Test accuracy"], _each_accuracy(posterior)]),
         of["Calibration error"],
         Card("Log likelihood", likelihood.value, note="log of the particles’ mean probability"),
         Card("Particles’ log likelihood", words.signed(alone), likelihood.paper,
@@ -90,15 +90,16 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
     if other is None:
         return cards
     pairs = {
-        0: (words.count(other.params), verdict(scores.params, other.params, True)),
-        2: (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
-        3: (words.percent(other.ece), verdict(scores.ece, other.ece, True)),
-        4: (words.signed(other.log_likelihood), verdict(scores.log_likelihood, other.log_likelihood)),
-        7: (words.duration(other.seconds), ""),
+        "Parameters": (words.count(other.params), verdict(scores.params, other.params, True)),
+        "Test accuracy": (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
+        "Calibration error": (words.percent(other.ece), verdict(scores.ece, other.ece, True)),
+        "Log likelihood": (words.signed(other.log_likelihood), verdict(scores.log_likelihood, other.log_likelihood)),
+        "Time": (words.duration(other.seconds), ""),
     }
-    for place, (value, judged) in pairs.items():
+    for place, card in enumerate(cards):
+        value, judged = pairs.get(card.label, ("–", ""))
         if value != "–":
-            cards[place] = replace(cards[place], map=value, map_verdict=judged)
+            cards[place] = replace(card, map=value, map_verdict=judged)
     return cards
 
 

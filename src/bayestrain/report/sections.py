@@ -54,7 +54,9 @@ def sections_of(run: Run) -> list[Section]:
 def _training(run: Run) -> Section:
     """A training that sought no ranks: what the network is made of, and how accurate it became."""
     ranks, sizes, curve = rank_plots(run, PAPER.get(run.experiment)), parameter_plots(run), accuracy_plot(run)
-    grids = [ranks + sizes + curve] if len(run.layers) <= 2 * FEW_LAYERS else [ranks, sizes, curve]
+    grids = [ranks + sizes + curve]
+    if len(run.layers) > 2 * FEW_LAYERS:  # several figures of each
+        grids = [ranks, sizes, curve] if ranks else [curve + sizes]
     return Section("trained", "What was trained", TRAINED.get(run.kind, AROUND), grids)
 
 

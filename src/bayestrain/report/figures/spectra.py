@@ -104,7 +104,9 @@ def _histogram(spectra: Spectra, by_lambda: bool) -> Plot:
         axes.set_xlabel("singular value / largest of its bond")
         axes.set_ylabel("singular values")
         axes.grid(axis="x", visible=False)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        shown = 2 if dropped or not by_lambda else 1
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles[:shown], labels[:shown], loc="outside upper left", ncols=2)
         svg = inline(figure, "spectrum-all", describe)
     caption = (
         "The threshold on λ does not look at these values."
