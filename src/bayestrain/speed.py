@@ -64,6 +64,8 @@ class PlanReport:
         )
 
     def __str__(self) -> str:
+        if not self.layers:
+            return self.verdict()
         rows = [
             [row.name, "x".join(map(str, row.input_shape)), row.plan, f"{row.dense_operations / row.operations:.2f}x",
              f"{row.seconds * 1e6:,.0f}", f"{row.dense_seconds * 1e6:,.0f}", f"{row.ratio:.2f}"]

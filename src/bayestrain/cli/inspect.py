@@ -66,8 +66,15 @@ def _plan_table(file: Path, description: dict[str, Any], batch: int, training: b
     return f"{head}\n{plan_report(network, torch.rand(batch, *shape), training)}"
 
 
+def _dense_size(params: int, particles: int | None) -> str:
+    text = f"No tensor-train layers: {params:,} parameters, all dense"
+    return f"{text}, in each of {particles} particles: {particles * params:,} together." if particles else f"{text}."
+
+
 def rank_table(description: dict[str, Any]) -> str:
-    """Every layer in a row, the whole network below."""
+    """Every layer in a row, the whole network below; of a dense network there is only its size to tell."""
+    if not description["layers"]:
+        return _dense_size(description["params"], description.get("particles"))
     rows = [
         [name, layer["kind"], times(layer["in_modes"]), times(layer["out_modes"]), inner(layer["ranks"]),
          f"{layer['dense_parameters']:,}", f"{layer['parameters']:,}",

@@ -32,6 +32,8 @@ def comparison_page(runs: Sequence[Run], beside: Path) -> str:
         "agreements": agreements(groups),
         "table": comparison_table(entries, groups, beside),
         "several": any(run.posterior for run in runs),
+        "many": any(run.posterior or run.kind != "low-rank" for run in runs),
+        "left_out": any(run.kind == "tensorized" for run in runs),
         "plots": plots,
         "rank_grids": rank_grids,
     }
@@ -64,10 +66,10 @@ def _entries(runs: Sequence[Run], groups: Sequence[Sequence[Run]]) -> list[Entry
 
 
 def agreements(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """For each group of seeds, on how many bonds their ranks agree."""
+    """For each group of seeds that found ranks, on how many bonds they agree."""
     sentences = []
     for group in groups:
-        seeds = [run for run in group if run.finished and run.tensor_layers]
+        seeds = [run for run in group if run.finished and run.tensor_layers and run.kind != "tensorized"]
         shapes = {tuple((layer.name, len(layer.ranks)) for layer in run.tensor_layers) for run in seeds}
         if len({run.seed for run in seeds}) < 2 or len(shapes) > 1:
             continue
@@ -91,18 +93,20 @@ def _lead(runs: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:
     if len(groups) == 1:
         accuracy, params = spread([r.scores.accuracy for r in runs]), spread([r.scores.params for r in runs])
         if accuracy and params:
-            return (
-                f"{len(runs)} seeds of one experiment: "
-                f"{100 * accuracy[0]:.2f}\u00a0±\u00a0{100 * accuracy[1]:.2f}\u00a0% "
-                f"test accuracy at {params[0]:,.0f}\u00a0±\u00a0{params[1]:,.0f} parameters."
-            )
+            kind = "" if runs[0].kind == "low-rank" else f" ({runs[0].kind})"
+            size = f"{params[0]:,.0f}\u00a0±\u00a0{params[1]:,.0f}" if params[1] else f"{params[0]:,.0f}"
+            mean = f"{100 * accuracy[0]:.2f}\u00a0±\u00a0{100 * accuracy[1]:.2f}\u00a0%"
+            return f"{len(runs)} seeds of one experiment{kind}: {mean} test accuracy at {size} parameters."
     finished = [run for run in runs if run.scores.accuracy is not None]
     if not finished:
         return f"{len(runs)} runs, none of them finished."
     best = max(finished, key=lambda run: run.scores.accuracy or 0)
+    text = f"{words.plural(len(runs), 'run')}. Most accurate: {_name(best)} ({words.percent(best.scores.accuracy)})."
     smallest = min(finished, key=lambda run: run.scores.params or 0)
-    return (
-        f"{words.plural(len(runs), 'run')}. Most accurate: {best.folder.resolve().name} "
-        f"({words.percent(best.scores.accuracy)}). Smallest: {smallest.folder.resolve().name} "
-        f"({words.count(smallest.scores.params)} parameters)."
-    )
+    if len({run.scores.params for run in finished}) > 1:
+        text += f" Smallest: {_name(smallest)} ({words.count(smallest.scores.params)} parameters)."
+    return text
+
+
+def _name(run: Run) -> str:
+    return run.folder.resolve().name

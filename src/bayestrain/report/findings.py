@@ -19,7 +19,7 @@ def particle_findings(run: Run) -> list[str]:
     if posterior is None:
         return []
     sentences = []
-    if posterior.within_one:
+    if posterior.within_one and run.rule == "rounding":  # own ranks are those of a rounding
         uncut = sum(
             min(ranks) >= most
             for layer in run.tensor_layers

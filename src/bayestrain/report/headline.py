@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from bayestrain.report import words
-from bayestrain.report.paper import PAPER
+from bayestrain.report.paper import PAPER, Published
 from bayestrain.report.run import Posterior, Run
 
 
@@ -21,64 +21,92 @@ class Card:
 
 
 def headline(run: Run) -> list[Card]:
-    """Six figures of a network, eight of a posterior."""
+    """Six figures of a network, eight of a posterior. A dense one has no compression to speak of."""
     cards = _of_network(run)
     return cards if run.posterior is None else _of_posterior(run, run.posterior, cards)
 
 
 def _of_network(run: Run) -> list[Card]:
-    scores, paper = run.scores, PAPER.get(run.experiment)
+    scores, dense = run.scores, run.kind == "dense"
+    asked = f"{words.ratio(run.target_ratio)} was asked for" if run.target_ratio else ""
     cards = [
-        Card("Parameters", words.count(scores.params), note=f"of {words.count(scores.dense_params)}"),
-        Card("Compression", words.ratio(scores.ratio), note="smaller than the dense network"),
+        Card("Parameters", words.count(scores.params), note="all dense" if dense else
+             f"of {words.count(scores.dense_params)}"),
+        Card("Compression", words.ratio(scores.ratio), note=asked or "smaller than the dense network"),
         Card("Test accuracy", words.percent(scores.accuracy)),
         Card("Log likelihood", words.signed(scores.log_likelihood), note="mean per test image"),
         Card("Calibration error", words.percent(scores.ece), note="expected (ECE), 0 is perfect"),
         Card("Time", words.duration(scores.seconds), note=f"peak memory {words.size(scores.peak_memory_bytes)}"),
-    ]
+    ]  # fmt: skip
     if scores.ratio is None:
         cards[1] = Card("Compression", "–")
-    if paper:
-        cards[:4] = [
-            Card("Parameters", cards[0].value, words.count(paper.params), verdict(scores.params, paper.params, True)),
-            Card("Compression", cards[1].value, words.ratio(paper.ratio), verdict(scores.ratio, paper.ratio)),
-            Card("Test accuracy", cards[2].value, words.percent(paper.accuracy, 1),
-                 verdict(scores.accuracy, paper.accuracy)),
-            Card("Log likelihood", cards[3].value, words.signed(paper.log_likelihood),
-                 verdict(scores.log_likelihood, paper.log_likelihood)),
-        ]  # fmt: skip
+    cards[:4] = _beside_paper(run, *cards[:4])
+    if dense:
+        del cards[1]
+        cards.insert(4, Card("Brier score", words.signed(scores.brier), note="0 is perfect"))
     return cards
+
+
+def _beside_paper(run: Run, size: Card, ratio: Card, accuracy: Card, likelihood: Card) -> list[Card]:
+    """Cards with the paper's figures of the same kind of network, where it has any, instead of a note."""
+    scores, paper = run.scores, published(run)
+    if paper is None:
+        return [size, ratio, accuracy, likelihood]
+    size = replace(size, paper=words.count(paper.params), verdict=verdict(scores.params, paper.params, True),
+                   note=size.note if run.kind == "dense" else "")  # fmt: skip
+    ratio = replace(ratio, paper=words.ratio(paper.ratio), verdict=verdict(scores.ratio, paper.ratio),
+                    note=ratio.note if run.target_ratio else "")  # fmt: skip
+    if paper.accuracy is not None:
+        judged = verdict(scores.accuracy, paper.accuracy)
+        accuracy = replace(accuracy, paper=words.percent(paper.accuracy, 1), verdict=judged)
+    if paper.log_likelihood is not None:
+        judged = verdict(scores.log_likelihood, paper.log_likelihood)
+        likelihood = replace(likelihood, paper=words.signed(paper.log_likelihood), verdict=judged, note="")
+    return [size, ratio, accuracy, likelihood]
+
+
+def published(run: Run) -> Published | None:
+    """The paper's figures of the same experiment and kind of network."""
+    paper = PAPER.get(run.experiment)
+    return paper.of(run.kind) if paper else None
 
 
 def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Card]:
     """The paper averages the particles' log likelihoods, so its figure stands beside that average."""
-    size, ratio, accuracy, likelihood, calibration, time = cards
-    scores, other, paper = run.scores, run.map.scores if run.map else None, PAPER.get(run.experiment)
-    alone = posterior.mean_log_likelihood
+    of = {card.label: card for card in cards}
+    scores, other, paper = run.scores, run.map.scores if run.map else None, published(run)
+    likelihood, alone = of["Log likelihood"], posterior.mean_log_likelihood
     cards = [
-        replace(size, note=f"in each of {posterior.particles} particles"),
-        ratio,
-        accuracy,
-        calibration,
+        replace(of["Parameters"], note=f"in each of {posterior.particles} particles"),
+        *([of["Compression"], of["Test accuracy"]] if "Compression" in of else
+          [of["Test accuracy"], _each_accuracy(posterior)]),
+        of["Calibration error"],
         Card("Log likelihood", likelihood.value, note="log of the particles’ mean probability"),
         Card("Particles’ log likelihood", words.signed(alone), likelihood.paper,
              verdict(alone, paper.log_likelihood) if paper else "", "mean of each one’s own"),
         _last_score(run),
-        time,
+        of["Time"],
     ]  # fmt: skip
     if other is None:
         return cards
     pairs = {
-        0: (words.count(other.params), verdict(scores.params, other.params, True)),
-        2: (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
-        3: (words.percent(other.ece), verdict(scores.ece, other.ece, True)),
-        4: (words.signed(other.log_likelihood), verdict(scores.log_likelihood, other.log_likelihood)),
-        7: (words.duration(other.seconds), ""),
+        "Parameters": (words.count(other.params), verdict(scores.params, other.params, True)),
+        "Test accuracy": (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
+        "Calibration error": (words.percent(other.ece), verdict(scores.ece, other.ece, True)),
+        "Log likelihood": (words.signed(other.log_likelihood), verdict(scores.log_likelihood, other.log_likelihood)),
+        "Time": (words.duration(other.seconds), ""),
     }
-    for place, (value, judged) in pairs.items():
+    for place, card in enumerate(cards):
+        value, judged = pairs.get(card.label, ("–", ""))
         if value != "–":
-            cards[place] = replace(cards[place], map=value, map_verdict=judged)
+            cards[place] = replace(card, map=value, map_verdict=judged)
     return cards
+
+
+def _each_accuracy(posterior: Posterior) -> Card:
+    known = [accuracy for accuracy in posterior.accuracies if accuracy is not None]
+    mean = sum(known) / len(known) if known else None
+    return Card("Particles’ accuracy", words.percent(mean), note="mean of each one’s own")
 
 
 def _last_score(run: Run) -> Card:

@@ -39,7 +39,7 @@ def load_run(folder: Path) -> Run:
         "result.json": result, "history.jsonl": history, "config.toml": config_text, "model.json": model,
         "environment.json": environment, "spectra.json": spectra, "evaluation.safetensors": evaluation,
     }  # fmt: skip
-    experiment = config.get("experiment", {})
+    experiment, fit = config.get("experiment", {}), config.get("fit", {})
     about = {**experiment, **(result or {})}
     seed = about.get("seed")
     name = about.get("experiment") or about.get("name") or folder.resolve().name
@@ -47,7 +47,10 @@ def load_run(folder: Path) -> Run:
         folder=folder,
         experiment=str(name),
         preset=str(about.get("preset", "")),
-        kind=str(about.get("kind", "")),
+        kind=str(about.get("kind") or "low-rank"),
+        rule=str(fit.get("rule", "rounding")),
+        round_tol=_setting(fit, "round_tol", folder / "config.toml"),
+        target_ratio=_setting(fit, "target_ratio", folder / "config.toml") or None,
         seed=int(seed) if isinstance(seed, int) else None,
         finished=result is not None and result.get("status", "finished") == "finished",
         total_epochs=_total_epochs(config),
@@ -194,6 +197,13 @@ def _config(path: Path) -> tuple[str, Json]:
         return "", {}
     except (ValueError, OSError) as error:
         raise ReportError(f"{path} cannot be read: {error}.") from error
+
+
+def _setting(section: Json, key: str, path: Path) -> float | None:
+    try:
+        return number(section, key)
+    except (TypeError, ValueError) as error:
+        raise ReportError(f"{path}: {error}.") from error
 
 
 def _total_epochs(config: Json) -> int | None:

@@ -4,6 +4,16 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Published:
+    """The paper's figures of one kind of network; None where it prints none or we have not recorded it."""
+
+    params: int
+    ratio: float
+    accuracy: float | None = None
+    log_likelihood: float | None = None
+
+
+@dataclass(frozen=True)
 class PaperRow:
     """One experiment of the paper; accuracies as fractions, `ranks` the inner ones where it prints them.
 
@@ -24,6 +34,15 @@ class PaperRow:
     def ratio(self) -> float:
         """How many times smaller than the dense network."""
         return self.dense_params / self.params
+
+    def of(self, kind: str) -> Published | None:
+        """Its network of this kind: "dense", "tensorized", else the one that found its ranks."""
+        if kind == "dense":
+            return Published(self.dense_params, 1.0, self.dense_accuracy)
+        if kind != "tensorized":
+            return Published(self.params, self.ratio, self.accuracy, self.log_likelihood)
+        params = self.tensorized_params
+        return Published(params, self.dense_params / params) if params else None
 
 
 PAPER = {

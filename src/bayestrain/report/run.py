@@ -1,6 +1,6 @@
 """What a run folder holds, as plain data. `load` fills it; the figures read it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +55,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Spectra:
-    """Singular values per layer and bond just before the final rounding, and the ranks it kept.
+    """Singular values per layer and bond just before the final cut, and the ranks it kept.
 
-    `earlier` are those that training cut on the way, relative to the largest of the bond at that moment.
+    `tol` is the tolerance of the rounding; of a run whose `rule` is "lambda" it is the threshold on lambda. `earlier`
+    are those that training cut on the way, relative to the largest of the bond at that moment.
     """
 
     tol: float
@@ -186,6 +187,13 @@ class Run:
     experiment: str
     preset: str
     kind: str
+    """"low-rank", "tensorized" or "dense"."""
+    rule: str
+    """How the final ranks were found: by "rounding", or by the paper's threshold on "lambda"."""
+    round_tol: float | None
+    """The tolerance that was asked for; `Spectra.tol` is larger where the ratio asked for needed that."""
+    target_ratio: float | None
+    """How many times smaller it had to be, if that was asked for."""
     seed: int | None
     finished: bool
     total_epochs: int | None
@@ -210,6 +218,29 @@ class Run:
     def tensor_layers(self) -> tuple[Layer, ...]:
         """The layers with bonds."""
         return tuple(layer for layer in self.layers if layer.ranks)
+
+    @property
+    def sought(self) -> bool:
+        """Whether this training sought ranks: not of other kinds, nor around a MAP point that had found them."""
+        around = self.posterior is not None and self.posterior.start == "jitter"
+        return self.kind not in ("dense", "tensorized") and not around
+
+    @property
+    def raised(self) -> tuple[float, float] | None:
+        """The tolerance of the final rounding as set and as used, where the ratio asked for made it larger."""
+        if not self.target_ratio or self.spectra is None or self.round_tol is None:
+            return None
+        return (self.round_tol, self.spectra.tol) if self.spectra.tol > self.round_tol else None
+
+    @property
+    def path(self) -> tuple[Epoch, ...]:
+        """The epochs; if the search was the last of them, also what the final cut left, within the last epoch."""
+        last = self.history[-1] if self.history else None
+        if last is None or last.phase != "search" or not self.finished or not self.sought:
+            return self.history
+        ranks = {layer.name: layer.ranks for layer in self.tensor_layers}
+        end = replace(last, ranks=ranks, params=self.scores.params, lambdas={}, train_accuracy=None)
+        return (*self.history, replace(end, validation_accuracy=None))
 
     @property
     def finetune_start(self) -> int | None:

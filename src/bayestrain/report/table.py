@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bayestrain.report import words
 from bayestrain.report.figures.comparison import Entry
-from bayestrain.report.paper import PAPER, PaperRow
+from bayestrain.report.paper import PAPER, Published
 from bayestrain.report.run import Run
 
 
@@ -73,29 +73,34 @@ class Table:
 
 
 def comparison_table(entries: Sequence[Entry], groups: Sequence[Sequence[Run]], beside: Path) -> Table:
-    """All runs by groups of seeds; links are relative to the folder `beside`. Posteriors bring columns of their own."""
+    """All runs by groups of seeds; links are relative to the folder `beside`.
+
+    Posteriors bring columns of their own, and so do networks that did not find their ranks.
+    """
     runs = [entry.run for entry in entries]
+    kinds = any(run.kind != "low-rank" for run in runs)
     several = any(run.posterior for run in runs)
     told = any(ood_auroc(run) is not None for run in runs)
     columns = [c for c in COLUMNS if (several or c is not ALONE) and (told or c is not STRANGERS)]
-    first = ("posterior", "seed") if several else ("seed",)
+    first = (*(["kind"] if kinds else []), *(["posterior"] if several else []), "seed")
     rows = []
     for number, group in enumerate(groups):
         for entry in (entry for entry in entries if entry.group == number):
             report = entry.run.folder / "report.html"
             link = Path(os.path.relpath(report, beside)).as_posix() if report.is_file() else ""
             seed = "–" if entry.run.seed is None else str(entry.run.seed)
-            about = (_posterior(entry.run), seed) if several else (seed,)
-            cells = (*about, *(column.text(column.value(entry.run)) for column in columns))
+            about = {"kind": entry.run.kind, "posterior": _posterior(entry.run), "seed": seed}
+            cells = (*(about[name] for name in first), *(column.text(column.value(entry.run)) for column in columns))
             rows.append(Row("run", entry.name, cells, f"c{entry.colour + 1}", link))
         finished = [run for run in group if run.finished]
         if len(finished) > 1:
             cells = (*("" for _ in first), *(_mean_cell(column, finished) for column in columns))
             rows.append(Row("mean", f"mean ± sd of {len(finished)} seeds", cells))
-    for experiment in dict.fromkeys(run.experiment for run in runs):
-        if paper := PAPER.get(experiment):
+    for experiment, kind in dict.fromkeys((run.experiment, run.kind) for run in runs):
+        if (row := PAPER.get(experiment)) and (paper := row.of(kind)):
             figures = _paper_cells(paper, several)
-            cells = (*("–" for _ in first), *(figures.get(column.name, "–") for column in columns))
+            about = {"kind": kind}
+            cells = (*(about.get(name, "–") for name in first), *(figures.get(c.name, "–") for c in columns))
             rows.append(Row("paper", f"paper, {experiment}", cells))
     return Table((*first, *(column.name for column in columns)), rows)
 
@@ -118,7 +123,7 @@ def _mean_cell(column: Column, runs: Sequence[Run]) -> str:
     return f"{mean} ± {deviation}{column.unit}".replace("-", "−")
 
 
-def _paper_cells(paper: PaperRow, several: bool) -> dict[str, str]:
+def _paper_cells(paper: Published, several: bool) -> dict[str, str]:
     """The paper averages the particles' log likelihoods: its figure is of that kind."""
     return {
         "parameters": words.count(paper.params),

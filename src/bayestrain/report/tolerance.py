@@ -7,7 +7,13 @@ from numpy.typing import NDArray
 
 from bayestrain.report.run import Layer, Spectra
 
-TOLERANCES: NDArray[np.float64] = np.geomspace(1e-4, 0.5, 60)
+LEAST, MOST = 1e-4, 0.5
+
+
+def tolerances(spectra: Spectra) -> NDArray[np.float64]:
+    """The tolerances that are looked at, the one used well among them."""
+    low = min(LEAST, spectra.tol / 2) if spectra.tol > 0 else LEAST
+    return np.geomspace(low, max(MOST, min(2 * spectra.tol, 1.0)), 60)
 
 
 def kept_rank(values: Sequence[float], tol: float, bonds: int) -> int:
@@ -34,14 +40,14 @@ def core_parameters(sizes: Sequence[int], ranks: Sequence[int]) -> int:
 
 
 def parameters_at(spectra: Spectra, layers: Sequence[Layer], params: int) -> NDArray[np.float64] | None:
-    """Parameters of the whole network at each of `TOLERANCES`; None if some layer's core sizes are unknown."""
+    """Parameters of the whole network at each of `tolerances`; None if some layer's core sizes are unknown."""
     cut = [layer for layer in layers if layer.name in spectra.bonds]
     if not cut or not all(layer.sizes and len(layer.sizes) == len(spectra.bonds[layer.name]) + 1 for layer in cut):
         return None
     others = params - sum(core_parameters(layer.sizes, layer.ranks) for layer in cut)
     totals = [
         others + sum(core_parameters(layer.sizes, ranks_at(spectra, layer.name, float(tol))) for layer in cut)
-        for tol in TOLERANCES
+        for tol in tolerances(spectra)
     ]
     return np.array(totals, dtype=np.float64)
 
@@ -53,7 +59,7 @@ def plateau(spectra: Spectra) -> tuple[float, float] | None:
         return [ranks_at(spectra, name, tol) for name in spectra.bonds]
 
     here = all_ranks(spectra.tol)
-    same = [float(tol) for tol in TOLERANCES if all_ranks(float(tol)) == here]
+    same = [float(tol) for tol in tolerances(spectra) if all_ranks(float(tol)) == here]
     below = [tol for tol in same if tol <= spectra.tol]
     above = [tol for tol in same if tol >= spectra.tol]
     low, high = min(below, default=spectra.tol), max(above, default=spectra.tol)

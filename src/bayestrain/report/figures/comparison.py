@@ -16,6 +16,7 @@ from bayestrain.report.svg import Plot, drawing, inline, tip
 from bayestrain.report.words import count, percent, short_name
 
 HEIGHT = 3.0
+MARKERS = {"dense": "s", "tensorized": "^", "low-rank": "o"}
 DASHES = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (5, 1, 1, 1)))
 
 
@@ -29,21 +30,30 @@ class Entry:
     group: int
     cycle: int
 
+    @property
+    def title(self) -> str:
+        """Its name, with the kind of a network that did not find its ranks, unless the name says so."""
+        kind = self.run.kind
+        return self.name if kind == "low-rank" or kind in self.name else f"{self.name} ({kind})"
+
 
 def scatter_plot(entries: Sequence[Entry]) -> list[Plot]:
     """Accuracy against parameters, one mark per run, a cross for the mean of seeds, the paper's points."""
     known = [e for e in entries if e.run.scores.accuracy is not None and e.run.scores.params]
     if not known:
         return []
-    papers = {e.run.experiment: PAPER[e.run.experiment] for e in known if e.run.experiment in PAPER}
+    found = [e.run.experiment for e in known if e.run.kind == "low-rank"]  # the paper's points are of such networks
+    papers = {name: PAPER[name] for name in found if name in PAPER}
+    kinds = [kind for kind in MARKERS if any(e.run.kind == kind for e in known)]
     points = [(float(e.run.scores.params or 1), e.run.scores.accuracy or 0.0) for e in known]
     describe = "Accuracy against parameters. " + " ".join(
-        f"{e.name}: {count(x)} parameters, {percent(y)}." for e, (x, y) in zip(known, points, strict=True)
+        f"{e.title}: {count(x)} parameters, {percent(y)}." for e, (x, y) in zip(known, points, strict=True)
     )
     with drawing(HEIGHT) as (figure, (axes,)):
         for entry, (x, y) in zip(known, points, strict=True):
-            dot = axes.plot(x, y, "o", color=series(entry.colour), markersize=7, markeredgecolor=LIGHT["card"])[0]
-            tip(dot, f"{entry.name}: {count(x)} parameters, {percent(y)}")
+            marker = MARKERS.get(entry.run.kind, "o")
+            dot = axes.plot(x, y, marker, color=series(entry.colour), markersize=7, markeredgecolor=LIGHT["card"])[0]
+            tip(dot, f"{entry.title}: {count(x)} parameters, {percent(y)}")
         for group in {e.group for e in known}:
             inside = np.array([p for e, p in zip(known, points, strict=True) if e.group == group])
             if len(inside) > 1:
@@ -65,6 +75,11 @@ def scatter_plot(entries: Sequence[Entry]) -> list[Plot]:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
         axes.set_xlabel("parameters (log scale, smaller to the right)")
         axes.set_ylabel("test accuracy / %")
+        if len(kinds) > 1:
+            handles = [
+                axes.plot([], [], MARKERS[kind], color=LIGHT["muted"], markersize=6, label=kind)[0] for kind in kinds
+            ]
+            figure.legend(handles=handles, loc="outside upper left", ncols=3, handletextpad=0.1, columnspacing=1.0)
         svg = inline(figure, "scatter", describe)
     caption = "Right is smaller, up is better."
     if any(sum(other.group == e.group for other in known) > 1 for e in known):
@@ -73,8 +88,12 @@ def scatter_plot(entries: Sequence[Entry]) -> list[Plot]:
 
 
 def path_plots(entries: Sequence[Entry]) -> list[Plot]:
-    """Size and validation accuracy of all runs over the epochs."""
-    plots = _paths(entries, "paths-size", "Size while training", "parameters (log scale)", lambda record: record.params)
+    """Size and validation accuracy of all runs over the epochs; no size if it cannot have changed in any of them."""
+    plots = []
+    if any(entry.run.sought for entry in entries):
+        plots = _paths(
+            entries, "paths-size", "Size while training", "parameters (log scale)", lambda record: record.params
+        )
     return plots + _paths(
         entries, "paths-accuracy", "Validation accuracy while training", "accuracy / %",
         lambda record: record.validation_accuracy if record.epoch else None,
@@ -85,7 +104,7 @@ def _paths(
     entries: Sequence[Entry], name: str, title: str, label: str, value: Callable[[Epoch], float | None]
 ) -> list[Plot]:
     paths = [
-        (entry, [(r.epoch, y) for r in entry.run.history if (y := value(r)) is not None]) for entry in entries
+        (entry, [(r.epoch, y) for r in entry.run.path if (y := value(r)) is not None]) for entry in entries
     ]  # fmt: skip
     paths = [(entry, path) for entry, path in paths if len(path) > 1]
     if not paths:
@@ -95,7 +114,7 @@ def _paths(
         for entry, path in paths:
             line = axes.plot(*zip(*path, strict=True), color=series(entry.colour), linewidth=1.5,
                              linestyle=DASHES[entry.cycle % len(DASHES)])[0]  # fmt: skip
-            tip(line, entry.name)
+            tip(line, entry.title)
         ys = [y for _, path in paths for _, y in path]
         if "size" in name:
             axes.set_ylim(min(ys) / 1.3, max(ys) * 1.3)
@@ -111,19 +130,23 @@ def _paths(
 
 
 def rank_comparison(entries: Sequence[Entry]) -> list[list[Plot]]:
-    """Ranks of the runs that have the same layers, side by side; one list of plots per such set of runs."""
+    """Ranks of the runs that have the same layers, side by side; one list of plots per such set of runs.
+
+    Tensorized runs, which keep the maximum that the others are shown against, are left out.
+    """
     alike: dict[tuple[tuple[str, int], ...], list[Entry]] = {}
     for entry in entries:
         shape = tuple((layer.name, len(layer.ranks)) for layer in entry.run.tensor_layers)
-        if shape:
+        if shape and entry.run.kind != "tensorized":
             alike.setdefault(shape, []).append(entry)
     plots = []
     for number, (shape, members) in enumerate(alike.items(), start=1):
-        suffix = f": {members[0].run.experiment}" if len(alike) > 1 else ""
+        title = "Ranks side by side" if len(members) > 1 else f"Ranks of {members[0].name}"
+        title += f": {members[0].run.experiment}" if len(alike) > 1 else ""
         if sum(bonds for _, bonds in shape) <= MOST_BONDS:
-            plots.append([_rank_dots(members, f"rank-dots-{number}", f"Ranks side by side{suffix}")])
+            plots.append([_rank_dots(members, f"rank-dots-{number}", title)])
         else:
-            plots.append(_rank_maps(members, f"rank-map-{number}", f"Ranks side by side{suffix}"))
+            plots.append(_rank_maps(members, f"rank-map-{number}", title))
     return plots
 
 

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from bayestrain.report.figures import FEW_LAYERS, PANEL_ROWS
 from bayestrain.report.figures.marks import log_counts, opacity
@@ -12,11 +13,35 @@ from bayestrain.report.palette import LIGHT
 from bayestrain.report.paper import PaperRow
 from bayestrain.report.run import Layer, Run
 from bayestrain.report.svg import Plot, drawing, inline, tip
-from bayestrain.report.words import count, plural, ratio, short_name
+from bayestrain.report.words import count, plural, ratio, short_count, short_name
 
 MOST_BONDS = 24
 SPILL = 3
 """So many layers too many make the figures a little longer instead of one more."""
+
+
+@dataclass(frozen=True)
+class RankTexts:
+    """What to say of ranks: the title, captions of bars and of a map, the label of the map's axis."""
+
+    title: str
+    bars: str
+    map: str
+    axis: str
+
+
+FOUND = RankTexts(
+    "Inferred ranks",
+    "Blue: the rank the training kept. Grey: the maximum it started from.",
+    "Each number is the rank kept at that bond; the deeper the blue, the more of the maximum was kept.",
+    "bond (number: rank kept)",
+)
+FULL = RankTexts(
+    "Ranks",
+    "Every bond has its maximal rank and keeps it.",
+    "Each number is the rank of that bond, the maximal one.",
+    "bond (number: rank)",
+)
 
 
 def rank_plots(run: Run, paper: PaperRow | None) -> list[Plot]:
@@ -24,13 +49,15 @@ def rank_plots(run: Run, paper: PaperRow | None) -> list[Plot]:
     layers = run.tensor_layers
     if not layers:
         return []
+    full = run.kind == "tensorized"
+    texts = FULL if full else FOUND
     if sum(len(layer.ranks) for layer in layers) <= MOST_BONDS:
-        return [_rank_bars(layers, paper)]
+        return [_rank_bars(layers, None if full else paper, texts)]
     panels = _panels(layers)
-    return [_rank_map(panel, k, len(panels)) for k, panel in enumerate(panels)]
+    return [_rank_map(panel, k, len(panels), texts) for k, panel in enumerate(panels)]
 
 
-def _rank_bars(layers: Sequence[Layer], paper: PaperRow | None) -> Plot:
+def _rank_bars(layers: Sequence[Layer], paper: PaperRow | None, texts: RankTexts) -> Plot:
     rows: list[tuple[Layer, int | None]] = []
     for layer in layers:
         rows += [(layer, None), *((layer, bond) for bond in range(len(layer.ranks)))]
@@ -70,13 +97,11 @@ def _rank_bars(layers: Sequence[Layer], paper: PaperRow | None) -> Plot:
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("rank")
         svg = inline(figure, "ranks", describe)
-    caption = "Blue: the rank the training kept. Grey: the maximum it started from."
-    if shown:
-        caption += " Diamonds: the paper’s ranks."
-    return Plot("ranks", "Inferred ranks", caption, describe, svg)
+    caption = texts.bars + (" Diamonds: the paper’s ranks." if shown else "")
+    return Plot("ranks", texts.title, caption, describe, svg)
 
 
-def _rank_map(layers: Sequence[Layer], panel: int, panels: int) -> Plot:
+def _rank_map(layers: Sequence[Layer], panel: int, panels: int, texts: RankTexts) -> Plot:
     columns = max(len(layer.ranks) for layer in layers)
     part = f" ({panel + 1} of {panels})" if panels > 1 else ""
     describe = (
@@ -100,13 +125,12 @@ def _rank_map(layers: Sequence[Layer], panel: int, panels: int) -> Plot:
         axes.tick_params(length=0)
         axes.xaxis.tick_top()
         axes.xaxis.set_label_position("top")
-        axes.set_xlabel("bond (number: rank kept)")
+        axes.set_xlabel(texts.axis)
         axes.grid(False)
         for spine in axes.spines.values():
             spine.set_visible(False)
         svg = inline(figure, name, describe)
-    caption = "Each number is the rank kept at that bond; the deeper the blue, the more of the maximum was kept."
-    return Plot(name, f"Inferred ranks{part}", caption, describe, svg)
+    return Plot(name, f"{texts.title}{part}", texts.map, describe, svg)
 
 
 def parameter_plots(run: Run) -> list[Plot]:
@@ -114,6 +138,10 @@ def parameter_plots(run: Run) -> list[Plot]:
     known = [layer for layer in run.layers if layer.dense and layer.now]
     if not known:
         return []
+    if run.kind == "dense":
+        panels = _panels(known)
+        return [_dense_panel(panel, k, len(panels), max(layer.now or 1 for layer in known))
+                for k, panel in enumerate(panels)]  # fmt: skip
     left = [layer for layer in known if not layer.ranks]
     if len(known) > 2 * FEW_LAYERS and len(left) > 1:  # a deep network: those left dense share one row
         total = sum(layer.dense or 0 for layer in left)
@@ -122,10 +150,35 @@ def parameter_plots(run: Run) -> list[Plot]:
     panels = _panels(known)
     values = [value for layer in known for value in (layer.dense, layer.start, layer.now) if value]
     limits = (min(values) / 1.6, max(values) * 1.6)
-    return [_parameter_panel(panel, k, len(panels), limits) for k, panel in enumerate(panels)]
+    full = run.kind == "tensorized"
+    return [_parameter_panel(panel, k, len(panels), limits, full) for k, panel in enumerate(panels)]
 
 
-def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: tuple[float, float]) -> Plot:
+def _dense_panel(layers: Sequence[Layer], panel: int, panels: int, most: int) -> Plot:
+    """Nothing to compare with: where the parameters are."""
+    many = len(layers) > 2 * FEW_LAYERS
+    part = f" ({panel + 1} of {panels})" if panels > 1 else ""
+    name = f"parameters-{panel + 1}"
+    describe = f"Parameters per layer, {plural(len(layers), 'layer')}, {count(sum(x.now or 0 for x in layers))} in all."
+    with drawing(0.65 + (0.175 if many else 0.42) * len(layers)) as (figure, (axes,)):
+        for row, layer in enumerate(layers):
+            bar = axes.barh(row, layer.now or 0, 0.62, color=LIGHT["kept"], linewidth=0)[0]
+            tip(bar, f"{layer.name}: {count(layer.now)} parameters")
+            axes.text((layer.now or 0) + 0.015 * most, row, count(layer.now), va="center", fontsize=8 if many else 9)
+        axes.set_yticks(range(len(layers)), [short_name(layer.name) for layer in layers], fontsize=8 if many else 9)
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(layers) - 0.4, -0.6)
+        axes.set_xlim(0, most * 1.25)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(FuncFormatter(short_count))
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("parameters")
+        svg = inline(figure, name, describe)
+    return Plot(name, f"Parameters per layer{part}", "Every layer is an ordinary one.", describe, svg)
+
+
+def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: tuple[float, float], full: bool) -> Plot:
     many = len(layers) > 2 * FEW_LAYERS
     part = f" ({panel + 1} of {panels})" if panels > 1 else ""
     describe = "Parameters per layer. " + (
@@ -142,11 +195,12 @@ def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: t
         label = 8 if many else 9
         for row, layer in enumerate(layers):
             dense, start, now = layer.dense or 1, layer.start, layer.now or 1
-            hover = f"{layer.name}: {count(dense)} dense, {count(start)} at the start, {count(now)} now"
+            first = "" if full else f"{count(start)} at the start, "
+            hover = f"{layer.name}: {count(dense)} dense, {first}{count(now)} now"
             line = axes.plot([now, dense], [row, row], color=LIGHT["cut"], alpha=0.55, linewidth=1.4, zorder=1)[0]
             tip(line, hover)
             axes.plot(dense, row, "o", color=LIGHT["cut"], markersize=4.2 if many else 7, zorder=2)
-            if start and layer.ranks:
+            if start and layer.ranks and not full:
                 axes.plot(start, row, "|", color=LIGHT["cut"], markersize=6 if many else 11, markeredgewidth=1.6)
             point = axes.plot(now, row, "o", color=LIGHT["kept"], markersize=4.2 if many else 7, zorder=3)[0]
             tip(point, hover)
@@ -162,10 +216,13 @@ def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: t
         handles = [
             axes.plot([], [], marker, color=LIGHT[colour], linestyle="", markersize=6, label=text)[0]
             for marker, colour, text in (("o", "cut", "dense"), ("|", "cut", "at the start"), ("o", "kept", "now"))
+            if not (full and marker == "|")
         ]
         figure.legend(handles=handles, loc="outside upper right", ncols=3, columnspacing=1.0, handletextpad=0.1)
         svg = inline(figure, name, describe)
     caption = "From the ordinary layer (grey) to what is left (blue). The bar is the tensor train before training."
+    if full:
+        caption = "From the ordinary layer (grey) to the tensor train of all its ranks (blue)."
     return Plot(name, f"Parameters per layer{part}", caption, describe, svg)
 
 

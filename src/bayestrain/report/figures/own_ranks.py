@@ -16,8 +16,11 @@ Bonds = list[tuple[Layer, tuple[tuple[int, ...], ...]]]
 
 
 def own_rank_plot(run: Run) -> list[Plot]:
-    """Dots per bond for a small network, a histogram of the spreads for a deep one."""
-    own = run.posterior.own_ranks if run.posterior else {}
+    """Dots per bond for a small network, a histogram of the spreads for a deep one.
+
+    Nothing where the threshold on lambda decided: the own ranks are those of a rounding that was not.
+    """
+    own = run.posterior.own_ranks if run.posterior and run.rule == "rounding" else {}
     layers = [
         (layer, own[layer.name]) for layer in run.tensor_layers if len(own.get(layer.name, ())) == len(layer.ranks)
     ]

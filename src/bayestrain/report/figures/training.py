@@ -62,7 +62,8 @@ def accuracy_plot(run: Run) -> list[Plot]:
 
 def size_plot(run: Run) -> list[Plot]:
     """Parameters over the epochs."""
-    points = [(r.epoch, r.params) for r in run.history if r.params]
+    points = [(r.epoch, r.params) for r in run.path if r.params]
+    early = len({r.params for r in run.history if r.phase == "search"}) > 1
     if len(points) < 2:
         return []
     describe = f"Parameters over the epochs: from {count(points[0][1])} to {count(points[-1][1])}."
@@ -76,8 +77,12 @@ def size_plot(run: Run) -> list[Plot]:
         axes.set_ylabel("parameters (log scale)")
         finetune(axes, run.finetune_start)
         svg = inline(figure, "size", describe)
-    return [Plot("size", "Size while training", "Ranks are cut as soon as they no longer matter, so training gets "
-                 "cheaper as it goes.", describe, svg)]  # fmt: skip
+    caption = (
+        "Ranks are cut as soon as they no longer matter, so training gets cheaper as it goes."
+        if early
+        else "No rank was cut before the end of the search."
+    )
+    return [Plot("size", "Size while training", caption, describe, svg)]
 
 
 def trade_plot(run: Run, paper: PaperRow | None) -> list[Plot]:
@@ -139,7 +144,7 @@ def rank_trajectories(run: Run) -> list[Plot]:
 
 def _trajectory(run: Run, layer: Layer, index: int) -> Plot:
     name = f"rank-path-{index + 1}"
-    records = [r for r in run.history if len(r.ranks.get(layer.name, ())) == len(layer.ranks)]
+    records = [r for r in run.path if len(r.ranks.get(layer.name, ())) == len(layer.ranks)]
     describe = f"Ranks of layer {layer.name} over the epochs, at the end " + ", ".join(map(str, layer.ranks)) + "."
     with drawing(HEIGHT) as (figure, (axes,)):
         ends = []
@@ -159,12 +164,15 @@ def _trajectory(run: Run, layer: Layer, index: int) -> Plot:
 
 
 def _trajectory_map(run: Run, layers: Sequence[Layer]) -> Plot:
-    records = [r for r in run.history if all(layer.name in r.ranks for layer in layers)]
+    records = [r for r in run.path if all(layer.name in r.ranks for layer in layers)]
     shares = np.array([[sum(r.ranks[layer.name]) / sum(layer.max_ranks) for r in records] for layer in layers])
     epochs = [float(r.epoch) for r in records]
+    last = epochs[-1]
+    if epochs[-2:] == [last, last]:  # what the final cut left has half of the last epoch
+        epochs[-1] += 0.5
     describe = f"Map of the ranks of {len(layers)} layers over the epochs, as a share of the maximum."
     with drawing(0.8 + 0.062 * len(layers)) as (figure, (axes,)):
-        heat(axes, shares.clip(0, 1), [*epochs, epochs[-1] + 1], LIGHT["kept"])
+        heat(axes, shares.clip(0, 1), [*epochs, last + 1], LIGHT["kept"])
         heat_key(axes, LIGHT["kept"], "0", "100 %")
         layer_ticks(axes, layers)
         axes.set_xlabel("epoch")
@@ -211,6 +219,12 @@ def _lambda_panel(run: Run, records: Sequence[Epoch], layer: Layer, index: int) 
         figure.supylabel("λ / largest λ of the bond", fontsize=9.5, color=LIGHT["muted"])
         svg = inline(figure, name, describe)
     caption = "Blue: ranks kept at the end. Grey: ranks that λ starved; × where they were cut."
+    if run.rule == "lambda":
+        caption = (
+            "Blue: ranks kept at the end. Grey: ranks whose λ fell below the threshold; × where training cut them."
+        )
+    elif run.raised:  # then not only the prior has cut
+        caption = "Blue: as many ranks as were kept at the end. Grey: the others; × where training cut them."
     return Plot(name, f"λ of layer {layer.name}", caption, describe, svg)
 
 
