@@ -58,7 +58,8 @@ class ParticleSubject(Subject):
         return self.posterior.compact_(tol, "contribution")
 
     def round(self, tol: float) -> CompactReport:
-        self.own_ranks = self.posterior.rank_spread(tol)
+        if self.config.rule == "rounding":
+            self.own_ranks = self.posterior.rank_spread(tol)
         report = self.posterior.compact_(tol, self.config.rule)
         self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
         return report
