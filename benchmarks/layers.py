@@ -3,14 +3,16 @@
     python benchmarks/layers.py                    # linear layers and a convolution, on a CPU
     python benchmarks/layers.py --device cuda
 
-Dense and ours alternate in one process. Beside each timing outputs and gradients of every plan are compared with the
+Dense and ours alternate in one process; on a CPU a row is measured in several processes and the median counts. Beside each timing outputs and gradients of every plan are compared with the
 full weight in double precision. Writes ``results/benchmarks/layers-DEVICE.json``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from record import arguments, claim, write
 from rows import CPU_CONVOLUTIONS, CPU_ROWS, GPU_ROWS, Row, build, call, compare, small
 from timing import autocast, cast, forced, interleaved, plan_names, precision, saves_memory, train_call
 from torch import nn
+
+PROCESSES = 5
+"""Fresh ones, in which a row is measured on a CPU."""
 
 LOW_MEMORY = "low_memory"
 STEPS = 3
@@ -100,6 +105,19 @@ def time_of_plan(row: Row, plan: str) -> dict[str, Any]:
         return interleaved(calls, rounds=11, device="cuda")["ours"]
 
 
+def in_fresh_processes(row: Row, rounds: int, at_least: float) -> dict[str, Any]:
+    """`compare` on a CPU in several processes, one after the other; the one with the median ratio, and all ratios.
+
+    Where a process finds its memory decides how fast it copies: the same row is up to 1.6 times slower in some of them.
+    """
+    found = []
+    for _ in range(PROCESSES):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found.append(pool.submit(compare, row, "cpu", rounds, at_least).result())
+    found.sort(key=lambda one: float(one["ratio"]))
+    return {**found[len(found) // 2], "ratios": [one["ratio"] for one in found]}
+
+
 def main() -> None:
     parser = arguments(__doc__)
     options = parser.parse_args()
@@ -109,7 +127,10 @@ def main() -> None:
         rows, rounds, at_least = tuple(dict.fromkeys(map(small, rows))), min(rounds, 5), 1e-3
     measured, claims = [], []
     for row in rows:
-        found = compare(row, options.device, rounds, at_least)
+        if options.device == "cpu" and not options.quick:
+            found = in_fresh_processes(row, max(rounds // 3, 5), at_least)
+        else:
+            found = compare(row, options.device, rounds, at_least)
         measured.append(found)
         claims.append(claim(row.title, found["ratio"], row.target))
         if found["captured_ratio"] is not None:

@@ -94,11 +94,17 @@ def spread(timing: dict[str, Any]) -> str:
     return f"{timing['ratio']:.2f} ({low:.2f}-{high:.2f})"
 
 
+def processes(row: dict[str, Any]) -> str:
+    """The median ratio of several processes, with the smallest and the largest; empty for a row of one process."""
+    ratios = row.get("ratios", [])
+    return f"{row['ratio']:.2f} ({min(ratios):.2f}-{max(ratios):.2f} in {len(ratios)} processes)" if ratios else ""
+
+
 def layers(report: dict[str, Any]) -> str:
     """Times, plans and errors of every row."""
     rows = [
         [row["title"], milliseconds(row["times"]["dense"]["seconds"]), milliseconds(row["times"]["ours"]["seconds"]),
-         spread(row["times"]["ours"]), row["plan"] or "", f"{max(row['largest_error_of_plans'].values()):.0e}"]
+         processes(row) or spread(row["times"]["ours"]), row["plan"] or "", f"{max(row['largest_error_of_plans'].values()):.0e}"]
         for row in report["rows"]
     ]  # fmt: skip
     text = table(["layer", "dense, ms", "ours, ms", "ratio", "plan", "error"], rows)
