@@ -3,8 +3,9 @@
     python benchmarks/layers.py                    # linear layers and a convolution, on a CPU
     python benchmarks/layers.py --device cuda
 
-Dense and ours alternate in one process; on a CPU a row is measured in several processes and the median counts. Beside each timing outputs and gradients of every plan are compared with the
-full weight in double precision. Writes ``results/benchmarks/layers-DEVICE.json``.
+Dense and ours alternate in one process; on a CPU a row is measured in several processes and the median counts. Beside
+each timing outputs and gradients of every plan are compared with the full weight in double precision. Writes
+``results/benchmarks/layers-DEVICE.json``.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def layers(report: dict[str, Any]) -> str:
     """Times, plans and errors of every row."""
     rows = [
         [row["title"], milliseconds(row["times"]["dense"]["seconds"]), milliseconds(row["times"]["ours"]["seconds"]),
-         processes(row) or spread(row["times"]["ours"]), row["plan"] or "", f"{max(row['largest_error_of_plans'].values()):.0e}"]
+         processes(row) or spread(row["times"]["ours"]), row["plan"] or "",
+         f"{max(row['largest_error_of_plans'].values()):.0e}"]
         for row in report["rows"]
     ]  # fmt: skip
     text = table(["layer", "dense, ms", "ours, ms", "ratio", "plan", "error"], rows)
