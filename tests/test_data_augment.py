@@ -78,3 +78,24 @@ def test_one_image_and_a_negative_pad_are_refused() -> None:
         data.flip(torch.zeros(1, 28, 28))
     with pytest.raises(ConfigError, match="pad must be 0 or more pixels, not -1"):
         data.pad_crop(torch.zeros(1, 1, 4, 4), -1)
+
+
+def test_cutout_blanks_one_square_of_each_image() -> None:
+    images = torch.ones(200, 3, 12, 10)
+    cut = data.cutout(images, 4, torch.Generator().manual_seed(0))
+    blank = cut == 0
+    assert torch.equal(blank[:, 0], blank[:, 1])  # all channels alike
+    assert torch.equal(cut == 1, ~blank)
+    for mask in blank[:, 0]:
+        rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+        assert 2 <= len(rows) <= 4  # the centre is inside, the square may reach beyond
+        assert 2 <= len(columns) <= 4
+        assert mask.sum() == len(rows) * len(columns)
+        assert rows[-1] - rows[0] + 1 == len(rows)
+        assert columns[-1] - columns[0] + 1 == len(columns)
+    assert len({tuple(mask.flatten().tolist()) for mask in blank[:, 0]}) > 50
+    assert images.min() == 1  # the images given stay
+    again = data.cutout(images, 4, torch.Generator().manual_seed(0))
+    assert torch.equal(cut, again)
+    with pytest.raises(ConfigError, match="side must be 0 or more"):
+        data.cutout(images, -1)

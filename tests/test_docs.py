@@ -115,7 +115,7 @@ SPEED = {
         "8192x8192, rank 8, batch 4096, training, tf32, captured": "8192x8192 at rank 8, the same",
     },
     "steps-cuda": {
-        "training step, cifar10-cnn, batch 128, tf32": "CIFAR-10 CNN at rank 30, captured step with prior, TF32, H200",  # noqa: E501
+        "training step, cifar10-cnn, batch 128, tf32": "CIFAR-10 CNN at rank 30, captured step with prior, TF32, H200",
         "training step, cifar10-resnet110, batch 128, tf32": "ResNet-110, the same",
     },
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +106,37 @@ def test_scales_are_held_only_if_asked() -> None:
 
     held = [make_prior(bt.PriorConfig(hold_scale=hold), model, 10, 1) for hold in (True, False)]
     assert [bool(prior.held) for prior in held if isinstance(prior, bt.RankPrior)] == [True, False]
+
+
+def test_particles_around_a_point_have_a_rate_where_the_fine_tuning_has_none() -> None:
+    overrides = ["posterior.particles=2", "posterior.start=jitter", "fit.target_ratio=20", "fit.finetune_lr=0"]
+    config = toml.named("mnist-mini", "default", overrides)
+    around = fit_settings(config)
+    assert around.lr == pytest.approx(0.1 * config.fit.lr)
+    assert (around.epochs, around.finetune_epochs, around.target_ratio) == (config.posterior.jitter_epochs, 0, 0.0)
+
+
+@pytest.mark.parametrize("changes", [("experiment.kind=dense",), ("fit.rule=lambda", "prior.update=gradient")])
+def test_seeds_of_every_kind_of_posterior_are_gathered(changes: tuple[str, ...], tmp_path: Path) -> None:
+    sets = [word for change in (*SHORT, *changes) for word in ("--set", change)]
+    tool = Path(__file__).parents[1] / "tools" / "run_seeds.py"
+    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(tool),
+        "mnist-mini",
+        "--label",
+        "x",
+        "--seeds",
+        "0",
+        "--particles",
+        "2",
+        *folders,
+        *sets,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "mnist-mini" / "x" / "summary.json").read_text())
+    assert summary["failed"] == []
+    assert "within_one_rank" not in summary
+    assert summary["mean_log_likelihood"]["each"][0] < 0

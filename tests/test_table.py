@@ -191,7 +191,7 @@ FAULTS = [
     (result_with(experiment="cifar10-cnn"), "is of cifar10-cnn"),
     (result_with(kind="sparse"), "has the kind 'sparse', which is none of dense, tensorized, low-rank"),
     (result_with(kind="dense"), "differ in kind"),
-    (result_with(posterior={**POSTERIOR, "mean_log_likelihood": -0.1}), "differ in method, particles"),
+    (result_with(posterior={**POSTERIOR, "mean_log_likelihood": -0.1}), "differ in iterations, method, particles"),
 ]
 
 

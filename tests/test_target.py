@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 import torch
-from fit_kit import settings
+from fit_kit import StopAfter, jitter, settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import nn
 
 import bayestrain as bt
-from bayestrain import data
-from bayestrain.errors import ConfigError
+from bayestrain import data, tt
+from bayestrain.errors import ConfigError, Interrupted
+from bayestrain.sizes import tt_layers
 from bayestrain.target import dense_parameters
 from bayestrain.train.progress import Silent
+from bayestrain.train.schedule import wanted_ratio
 
+WEAK = bt.PriorConfig(weight=0.01, warmup_epochs=1, align_every=4)
 TRAIN = data.load("mnist-mini").train.subset(range(1000))
 
 
@@ -39,6 +45,24 @@ def rounded(model: nn.Module, tol: float) -> int:
     return bt.count_parameters(small)
 
 
+def by_spectra(model: nn.Module, tol: float) -> int:
+    """Parameters with the ranks that every bond's singular values alone ask for."""
+    size = bt.count_parameters(model)
+    for layer in tt_layers(model).values():
+        cores = [core.detach().double() for core in layer.cores]
+        share = tol / math.sqrt(len(cores) - 1)
+        if layer.is_padded:
+            share *= float(layer.dense_weight(cores).norm() / tt.norm(cores))
+        ranks = [1]
+        for values in tt.bond_spectra(cores):
+            left = [float(values[k:].norm() / values.norm()) for k in range(len(values))]
+            ranks.append(max(sum(error > share for error in left), 1))
+        ranks.append(1)
+        size -= sum(core.numel() for core in cores)
+        size += sum(a * math.prod(core.shape[1:-1]) * b for a, core, b in zip(ranks, cores, ranks[1:], strict=False))
+    return size
+
+
 @given(st.floats(0.0, 1.0), st.sampled_from([60, 61]), st.integers(0, 20))
 @hypothesis_settings(max_examples=30, deadline=None)
 def test_it_is_the_smallest_tolerance_that_leaves_so_few(share: float, features: int, seed: int) -> None:
@@ -47,9 +71,8 @@ def test_it_is_the_smallest_tolerance_that_leaves_so_few(share: float, features:
     wanted = round(least + share * (most - least))
     tol = bt.tolerance_for(model, wanted)
     assert rounded(model, tol) <= wanted
-    assert tol == 0.0 or rounded(model, 0.95 * tol) > wanted * 0.9  # a smaller one leaves more, or nearly so
-    smaller = bt.tolerance_for(model, least)
-    assert tol <= smaller
+    assert tol == 0.0 or by_spectra(model, tol * (1 - 1e-6)) > wanted
+    assert tol <= bt.tolerance_for(model, least)
 
 
 def test_the_model_is_not_changed() -> None:
@@ -118,4 +141,72 @@ def test_training_ends_at_the_ratio_it_was_given(particles: int) -> None:
         size = bt.count_parameters(model)
     assert 0.8 * dense / 40 < size <= dense / 40
     assert result.spectra["tol"] > 1e-3
-    assert any("to be 4" in text for text in heard)
+    reached = f"to be {dense / size:.4g}x smaller"
+    assert any(reached in text for text in heard)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=12))
+    return model
+
+
+def test_the_ratio_on_the_way_rises_by_the_same_factor() -> None:
+    config = settings(epochs=22, compact_from=2.0, target_ratio=64.0)
+    assert [wanted_ratio(config, epoch, 4.0) for epoch in (0, 2)] == [4.0, 4.0]
+    rising = [wanted_ratio(config, epoch, 4.0) for epoch in (5, 6, 7)]
+    assert rising[1] / rising[0] == pytest.approx(rising[2] / rising[1])
+    assert rising[1] / rising[0] > 1
+    assert [wanted_ratio(config, epoch, 4.0) for epoch in (17.6, 22)] == pytest.approx([64.0, 64.0])
+
+
+def test_ranks_fall_little_by_little_towards_a_target() -> None:
+    config = settings(epochs=10, compact_from=1, compact_tol=1e-3, round_tol=1e-3, finetune_epochs=0)
+    sizes = {}
+    for target in (0.0, 25.0):
+        model = perceptron()
+        result = bt.fit(model, TRAIN, None, dataclasses.replace(config, target_ratio=target), prior=WEAK)
+        sizes[target] = [line["params"] for line in result.history]
+    assert len(set(sizes[25.0])) > 3  # cut several times before the end
+    assert sizes[25.0][-1] < 0.7 * sizes[0.0][-1]
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+def test_a_run_with_a_target_resumes_in_the_same_bits(stop: int, tmp_path: Path) -> None:
+    config = settings(epochs=4, round_tol=1e-3, compact_tol=1e-3, target_ratio=30.0, finetune_lr=0.0)
+    whole, model = perceptron(), perceptron()
+    bt.fit(whole, TRAIN, None, config, prior=WEAK, augment=jitter)
+    with pytest.raises(Interrupted):
+        bt.fit(perceptron(), TRAIN, None, config, prior=WEAK, augment=jitter, folder=tmp_path, progress=StopAfter(stop))
+    bt.fit(model, TRAIN, None, config, prior=WEAK, augment=jitter, folder=tmp_path, resume=True)
+    assert bt.ranks(model) == bt.ranks(whole)
+    for (name, a), (_, b) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_target_that_no_rank_can_reach_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match=r"fit\.target_ratio 1000 is out of reach\. 38 parameters are too few"):
+        bt.fit(perceptron(), TRAIN, None, settings(target_ratio=1000.0))
+
+
+def test_a_target_without_a_rounding_is_refused() -> None:
+    for options in ({"config": settings(target_ratio=10.0, rule="lambda")}, {"search": False}):
+        chosen = {"config": settings(target_ratio=10.0), **options}
+        with pytest.raises(ConfigError, match=r"needs a search for ranks and fit\.rule"):
+            bt.fit(perceptron(), TRAIN, None, **chosen)
+
+
+def test_a_target_that_is_missed_is_told() -> None:
+    """One epoch leaves nothing small: the largest tolerance does not get there."""
+    heard: list[str] = []
+
+    class Listener(Silent):
+        def message(self, text: str) -> None:
+            heard.append(text)
+
+    model = perceptron()
+    config = settings(epochs=1, compact_every=0, finetune_epochs=0, target_ratio=70.0, lr=1e-4)
+    bt.fit(model, TRAIN, None, config, prior=WEAK, progress=Listener())
+    assert dense_parameters(model) / bt.count_parameters(model) < 70
+    assert any("the target of 70x was missed" in text for text in heard)

@@ -71,7 +71,8 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
     posterior = result.get("posterior") or {}
     if "mean_log_likelihood" not in posterior:
         return found
-    found |= {key: float(posterior[key]) for key in ("mean_log_likelihood", "temperature", "within_one_rank")}
+    known = ("mean_log_likelihood", "temperature", "within_one_rank")  # the last only where ranks were rounded
+    found |= {key: float(posterior[key]) for key in known if posterior[key] is not None}
     found |= {f"uncalibrated_{key}": float(posterior["uncalibrated"][key]) for key in ("log_likelihood", "ece")}
     if posterior["ood"]:
         found |= {key: float(posterior["ood"][key]) for key in ("auroc", "auroc_epistemic")}

@@ -72,7 +72,7 @@ def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int
     if fewest > parameters:
         raise ConfigError(
             f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which "
-            f"{others:,} are in no tensor train. Ask for more, or tensorize more layers."
+            f"{others:,} are in no tensor train. Allow more, or tensorize more layers."
         )
     if size(least) <= parameters:
         return least

@@ -76,7 +76,9 @@ Config = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    option("paper: the paper's modes, ranks and prior. default: ours.", "--preset", panel=WHAT, metavar="PRESET"),
+    option(
+        "paper: the paper's modes, ranks, prior and training. default: ours.", "--preset", panel=WHAT, metavar="PRESET"
+    ),
 ]
 Kind = Annotated[
     str | None,

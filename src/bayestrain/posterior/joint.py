@@ -25,7 +25,7 @@ class Joint(nn.Module):
         self.prior_weight: Tensor | float = 1.0
         """The prior's weight of this step. A tensor, so that a captured step sees it change."""
         self.alone = False
-        """Whether a single particle trains as fast as a network by itself; dropout then draws other numbers."""
+        """Whether a single particle trains without vmap, like a network by itself; dropout then draws other numbers."""
         self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
         """Whether a parameter has several names; looking for these at each call takes time."""
 

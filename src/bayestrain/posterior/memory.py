@@ -139,9 +139,8 @@ def predicted_at_once(joint: Joint, particles: dict[str, Tensor], x: Tensor, bat
     part = -(-batch // PART)
     with _Largest() as largest:
         joint.batched({name: tensor[:1].detach() for name, tensor in particles.items()}, "outputs", x[:part])
-    each = (
-        int(largest.entries) * batch / part
-    )  # too much, where the largest is a weight that is formed: never too little
+    # Too much where the largest is a weight that is formed, which does not grow with the inputs.
+    each = int(largest.entries) * batch / part
     fitting = PREDICTED_ENTRIES / max(each, 1.0)
     return min(n, max(1, int(fitting))), max(1, int(batch * min(1.0, fitting)))
 

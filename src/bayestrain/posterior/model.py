@@ -129,6 +129,7 @@ class ParticleModel:
         }
         if not norms:
             return
+        size = 0
         was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
         self.template.eval()
         try:
@@ -140,7 +141,10 @@ class ParticleModel:
                 for norm in norms.values():
                     norm.momentum = 1 / (number + 1)  # the first batch replaces, the others are averaged in
                 tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
-                self.joint.batched(tensors, "describe", x.to(self.device))
+                x = x.to(self.device)
+                size = size or predicted_at_once(self.joint, tensors, x, len(x))[0]
+                for i in range(0, len(self), size):  # statistics change in place
+                    self.joint.batched({name: t[i : i + size] for name, t in tensors.items()}, "describe", x)
         finally:
             for name, norm in norms.items():
                 norm.momentum = momenta[name]

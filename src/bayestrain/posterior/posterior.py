@@ -194,6 +194,7 @@ class Posterior(ParticleModel):
         self.template.train()
         one = {name: t[0].detach().requires_grad_() for name, t in self.particles.items()}
         one |= {name: t[0] for name, t in self.carried.items()}
+        self.joint.alone = False  # measured the same way each time
         needed = activations(self.joint, one, x, y)
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))

@@ -157,15 +157,26 @@ def _summary(folder: Path, seeds: list[int]) -> tuple[str, tuple[int, ...]]:
 
 def _settings(runs: list[Run]) -> Settings:
     """What all seeds have in common; it is an error if they have not."""
-    first = _settings_of(runs[0])
+    first, config = _settings_of(runs[0]), _config(runs[0])
     for run in runs[1:]:
-        if (other := _settings_of(run)) != first:
-            changed = [key for key, value in vars(first).items() if value != getattr(other, key)]
+        ours, own = {**vars(first), **config}, {**vars(_settings_of(run)), **_config(run)}
+        if changed := sorted(key for key in {**ours, **own} if ours.get(key) != own.get(key)):
             raise ReportError(
                 f"{run.folder} and {runs[0].folder} differ in {', '.join(changed)}, so they are no seeds of one group. "
                 "Give them labels of their own."
             )
     return first
+
+
+def _config(run: Run) -> dict[str, Any]:
+    """Every setting by its name, but for the seed and the place of the data."""
+    config = {
+        f"{section}.{key}": value
+        for section, table in tomllib.loads(run.config_text).items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    }
+    return {key: value for key, value in config.items() if key not in ("experiment.seed", "data.folder")}
 
 
 def _settings_of(run: Run) -> Settings:

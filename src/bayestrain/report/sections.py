@@ -88,7 +88,7 @@ def _left_text(run: Run) -> str:
     if run.rule == "lambda":
         return f"{text}, and the paper’s threshold on λ decided what is left."
     if run.raised:
-        return f"{text}, and the rounding went on until the network was {words.ratio(run.target_ratio)} smaller."
+        return f"{text}, and the rounding went on until the network was {words.ratio(run.scores.ratio)} smaller."
     return f"{text}."
 
 
@@ -104,10 +104,12 @@ def _cut_text(run: Run) -> str:
         )
     if run.raised:
         before, used = map(words.tolerance, run.raised)
+        asked = words.ratio(run.target_ratio)
+        reached = (run.scores.ratio or 0) >= (run.target_ratio or 0)
+        end = "" if reached else f" It was not reached: the network is {words.ratio(run.scores.ratio)} smaller."
         return (
             f"The final rounding sees only the weights. Its tolerance was raised from {before} to {used} to make the "
-            f"network at least {words.ratio(run.target_ratio)} smaller: the size asked for decided, not a gap in the "
-            "spectrum."
+            f"network at least {asked} smaller: the size asked for decided, not a gap in the spectrum.{end}"
         )
     text = "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not the "
     if run.target_ratio and run.spectra:

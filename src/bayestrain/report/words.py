@@ -69,7 +69,7 @@ def power(value: float, _position: object = None) -> str:
 
 def tolerance(value: float) -> str:
     """0.01 -> "1 %"; below a tenth of a percent with as many digits as it needs."""
-    return f"{100 * value:.2g} %"
+    return f"{100 * value:.2g} %" if value < 0.095 else f"{100 * value:.0f} %"
 
 
 def short_name(name: str, most: int = 20) -> str:

@@ -51,8 +51,12 @@ class ExperimentConfig(Section):
     title: ClassVar[str] = "experiment"
 
     name: str = setting("what the run is called")
-    preset: str = setting("whose modes, ranks and prior", "default", choices=PRESETS)
-    kind: str = setting("tensor trains that find their ranks, that keep them all, or none", "low-rank", choices=KINDS)
+    preset: str = setting("whose modes, ranks, prior and training", "default", choices=PRESETS)
+    kind: str = setting(
+        "tensor trains that seek ranks, that keep all of them, or none; only the first is ever cut",
+        "low-rank",
+        choices=KINDS,
+    )
     model: str = setting("the network", choices=tuple(INPUTS))
     seed: int = setting("seed of every random choice", 0, at_least=0, at_most=2**32 - 1)
 
@@ -117,7 +121,9 @@ class FitConfig(Section):
     weight_decay: float = setting("weight decay of the optimiser, beside the prior", 0.0, at_least=0)
     momentum: float = setting("momentum; sgd only", 0.9, at_least=0, below=1)
     schedule: str = setting("how the learning rate falls", "cosine", choices=("cosine", "step", "constant"))
-    milestones: tuple[float, ...] = setting("when the rate falls, as parts of epochs; step only", (), above=0, below=1)
+    milestones: tuple[float, ...] = setting(
+        "when the rate falls, as parts of the schedule; step only", (), above=0, below=1
+    )
     gamma: float = setting("what the rate is multiplied by at a milestone; step only", 0.1, above=0, at_most=1)
     lr_warmup_epochs: float = setting("epochs over which the learning rate rises from 0", 0.0, at_least=0)
     precision: str = setting(
@@ -192,6 +198,8 @@ class RunConfig:
                 'fit.target_ratio needs experiment.kind "low-rank" and fit.rule "rounding", got '
                 f"{shown(self.experiment.kind)} and {shown(self.fit.rule)}: nothing else is rounded to a size."
             )
+        if 0 < self.fit.target_ratio <= 1:
+            raise ConfigError(f"fit.target_ratio must be above 1, or 0 for none, got {self.fit.target_ratio:g}.")
         if self.fit.schedule == "step" and not self.fit.milestones:
             raise ConfigError('fit.schedule "step" needs fit.milestones, for example [0.5, 0.75].')
         if any(a >= b for a, b in zip(self.fit.milestones, self.fit.milestones[1:], strict=False)):

@@ -36,6 +36,10 @@ MAP = "map"
 """Sub-folder of a posterior's run: the MAP point to start around or to compare with, a whole run of its own."""
 
 
+JITTER_RATE = 0.1
+"""Rate around a MAP point, in units of the highest one, where the fine-tuning has none of its own."""
+
+
 @dataclass(frozen=True)
 class Result:
     """Where a run is and what its ``result.json`` says."""
@@ -198,8 +202,8 @@ def fit_settings(config: RunConfig) -> FitConfig:
     fit = config.fit
     if _jittered(config):
         return dataclasses.replace(
-            fit, epochs=config.posterior.jitter_epochs, lr=fit.finetune_lr, schedule="cosine", lr_warmup_epochs=0.0,
-            finetune_epochs=0,
+            fit, epochs=config.posterior.jitter_epochs, lr=fit.finetune_lr or JITTER_RATE * fit.lr, schedule="cosine",
+            lr_warmup_epochs=0.0, finetune_epochs=0, target_ratio=0.0,
         )  # fmt: skip
     if config.experiment.kind != "low-rank":
         return dataclasses.replace(fit, epochs=fit.epochs + fit.finetune_epochs, finetune_epochs=0)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayestrain.data import Images
-from bayestrain.errors import Interrupted, ParticleWarning, TrainingError
+from bayestrain.errors import ConfigError, Interrupted, ParticleWarning, TrainingError
 from bayestrain.infer import imq, rbf
 from bayestrain.posterior import Posterior
 from bayestrain.prior import Prior
@@ -176,7 +176,7 @@ class _Fit:
         self.total_epochs = config.epochs + config.finetune_epochs
         self.start_ratio = subject.ratio
         if config.target_ratio:
-            subject.tolerance_for(config.target_ratio, 0.0)  # refuses now what could not be reached then
+            _check_target(config, subject)
         self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
@@ -270,6 +270,11 @@ class _Fit:
         report = self.subject.round(tol)
         if tol > self.config.round_tol:
             self.progress.message(f"rounded with a tolerance of {tol:.2g}, to be {self.subject.ratio:.4g}x smaller")
+        if self.subject.ratio < self.config.target_ratio:
+            self.progress.message(
+                f"the target of {self.config.target_ratio:g}x was missed: at the largest tolerance there is, nothing "
+                "more of these weights can go. Train longer, or with a larger prior.weight."
+            )
         self.spectra = {
             "tol": tol,
             "layers": {
@@ -359,3 +364,13 @@ class _Fit:
             f"the largest or broken cores is {self.subject.largest_layer()!r}.{where} "
             "Try a smaller fit.lr, fit.clip_norm=1, or a longer prior.warmup_epochs."
         )
+
+
+def _check_target(config: FitConfig, subject: Subject) -> None:
+    """Refuse at the beginning a target that cannot be reached at the end."""
+    if not subject.searching or config.rule != "rounding":
+        raise ConfigError('fit.target_ratio needs a search for ranks and fit.rule "rounding": nothing else is rounded.')
+    try:
+        subject.tolerance_for(config.target_ratio, 0.0)
+    except ConfigError as error:
+        raise ConfigError(f"fit.target_ratio {config.target_ratio:g} is out of reach. {error}") from None

@@ -88,7 +88,7 @@ class ParticleSubject(Subject):
             bonds = stacked_log_lambdas(posterior, name, layer)
             lambdas[name] = [u.exp().sort(dim=1, descending=True).values.mean(0).tolist() for u in bonds]
         return {
-            "prior_weight": posterior.prior.current_weight if self.searching else 0.0,
+            "prior_weight": posterior.prior.current_weight,
             "params": posterior.parameters_each,
             "ranks": {name: list(chain) for name, chain in posterior.ranks.items()},
             "lambdas": lambdas,
