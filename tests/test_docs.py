@@ -87,6 +87,10 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         params, ratio, accuracy, likelihood = row
         line = f"| {label} | {params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         assert line in README.read_text(), line
+    small = json.loads((ROOT / "results" / "mnist" / "x300" / "summary.json").read_text())
+    params, ratio, accuracy, likelihood = (small[key]["mean"] for key in columns)
+    row = f"{params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+    assert f"| BayesTrain, `--target-ratio 300`, mean of 3 seeds | {row}" in README.read_text()
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
     assert f"{bench['speedup']:.2f} times faster" in README.read_text()
     assert len(summary["params"]["each"]) == 5

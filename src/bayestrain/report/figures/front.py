@@ -1,7 +1,7 @@
 """How accurate at which size: all groups of an experiment in one figure, beside the paper."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ from bayestrain.report.words import count, percent, plural, ratio
 WIDTH, HEIGHT = 7.4, 4.4
 COLOURS = {"dense": "cut", "tensorized": "c2", "low-rank": "kept"}
 FAR = 1.0
-"""A point of the paper further below all others than this many times their range stands on the lower edge."""
+"""A hollow mark further below all full ones than this many times their range stands on the lower edge."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Point:
 def front_plot(experiment: str, groups: Sequence[Group], paper: PaperRow | None) -> Plot:
     """Test accuracy against parameters, mean and standard deviation over seeds."""
     ours = [_point(group) for group in groups]
-    theirs = _paper_points(paper, [point.y for point in ours])
-    points = [*theirs, *ours]
+    points = _within([*_paper_points(paper), *ours])
     dense = groups[0].settings.dense_params
     name = f"front-{experiment}"
     describe = f"Accuracy against parameters, {experiment}. " + " ".join(f"{point.hover}." for point in points)
@@ -91,8 +90,22 @@ def _point(group: Group) -> Point:
     )
 
 
-def _paper_points(paper: PaperRow | None, ours: Sequence[float]) -> list[Point]:
-    """The paper's network that found its ranks, and its dense one, on the lower edge if it would flatten the rest."""
+def _within(points: Sequence[Point]) -> list[Point]:
+    """The same points; hollow ones that would flatten the rest go to the lower edge and say so."""
+    rest = [point.y for point in points if not point.hollow]
+    if not rest:
+        return list(points)
+    edge = min(rest) - FAR * (max(rest) - min(rest))
+    return [
+        replace(point, label=f"{point.label}: {percent(point.y, 1)}, below this axis", dy=0.0, off=True)
+        if point.hollow and point.y < edge
+        else point
+        for point in points
+    ]
+
+
+def _paper_points(paper: PaperRow | None) -> list[Point]:
+    """The paper's network that found its ranks, and its dense one."""
     if paper is None:
         return []
     colour = LIGHT["paper"]
@@ -104,15 +117,9 @@ def _paper_points(paper: PaperRow | None, ours: Sequence[float]) -> list[Point]:
     accuracy = paper.dense_accuracy
     if accuracy is None:
         return points
-    low, high = min(paper.accuracy, *ours), max(paper.accuracy, *ours)
-    off = accuracy < low - FAR * (high - low)
     hover = f"paper, BNN: {count(paper.dense_params)} parameters, {percent(accuracy, 1)}"
-    label = f"paper, BNN: {percent(accuracy, 1)}, below this axis" if off else "paper, BNN"
-    return [
-        *points,
-        Point(paper.dense_params, accuracy, 0, 0, label, hover, colour, "D", True,
-              "BNN of the paper", off),
-    ]  # fmt: skip
+    dense = Point(paper.dense_params, accuracy, 0, 0, "paper, BNN", hover, colour, "D", True, "BNN of the paper")
+    return [*points, dense]
 
 
 def _limits(axes: Axes, points: Sequence[Point]) -> None:
@@ -132,10 +139,10 @@ def _limits(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _draw(axes: Axes, point: Point) -> None:
-    if point.dx or point.dy:
-        axes.errorbar(point.x, point.y, point.dy, point.dx, color=point.colour, linewidth=1, capsize=2.5, zorder=2)
-    face = LIGHT["card"] if point.hollow else point.colour
     y = max(point.y, axes.get_ylim()[0])
+    if point.dx or point.dy:
+        axes.errorbar(point.x, y, point.dy, point.dx, color=point.colour, linewidth=1, capsize=2.5, zorder=2)
+    face = LIGHT["card"] if point.hollow else point.colour
     mark = axes.plot(point.x, y, point.marker, color=point.colour, markerfacecolor=face, markersize=7.5,
                      markeredgewidth=1.5 if point.hollow else 0.5, zorder=4, clip_on=False)[0]  # fmt: skip
     tip(mark, point.hover)
