@@ -1,7 +1,6 @@
 """The same numbers on a GPU as on the CPU. Left out where there is none."""
 
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import bayestrain as bt
 from bayestrain import data, tt
 from bayestrain.errors import CaptureWarning, Interrupted
 from bayestrain.train import toml
-from bayestrain.train.config import PosteriorConfig
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.point import Point
@@ -362,42 +360,3 @@ def test_a_posterior_run_on_the_gpu_resumes(tmp_path: Path) -> None:
     torch.testing.assert_close(
         loaded.predict(digits).mean, loaded.to("cuda").predict(digits).mean, rtol=1e-3, atol=1e-4
     )
-
-
-def test_particles_with_large_convolutions_go_one_by_one_to_the_same_end() -> None:
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten())
-        model.append(nn.Linear(32 * 32 * 32, 10))
-        bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
-        return model
-
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 3, 32, 32, device="cuda"), torch.randint(10, (64,), device="cuda")
-    alone, together = (
-        bt.Posterior([net.cuda() for net in bt.independent(build, 3)], 640, chunk=chunk) for chunk in (None, 3)
-    )
-    for _ in range(4):
-        seen = alone.step(x, y)
-        torch.testing.assert_close(seen.log_likelihood, together.step(x, y).log_likelihood, rtol=1e-3, atol=1e-3)
-    assert alone.joint.alone
-    assert alone.estimate_memory(x, y).chunk == 1
-    for name, tensor in alone.carried.items():
-        torch.testing.assert_close(tensor, together.carried[name], rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_a_posterior_of_the_papers_convolutional_network_trains(precision: str, tmp_path: Path) -> None:
-    """The whole way, on made-up images: the shapes, types and memory layouts are those of CIFAR-10."""
-
-    def build() -> nn.Module:
-        model = bt.models.cifar10_cnn()
-        bt.tensorize_(model, bt.TensorizeConfig(max_rank=8), lambda _, name: name != "conv1")
-        return model
-
-    images = data.Images(torch.randint(256, (256, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (256,)))
-    config = settings(epochs=2, batch_size=128, finetune_epochs=1, precision=precision, lr=1e-3)
-    posterior, result = bt.fit_posterior(
-        bt.independent(build, 3), images, None, config, PosteriorConfig(particles=3), device="cuda", folder=tmp_path
-    )
-    assert all(math.isfinite(line["train_loss"]) for line in result.history[1:])
-    assert posterior.outputs(images.images.float() / 255).isfinite().all()

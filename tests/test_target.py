@@ -185,6 +185,58 @@ def test_a_run_with_a_target_resumes_in_the_same_bits(stop: int, tmp_path: Path)
         assert torch.equal(a, b), name
 
 
+STRONG = bt.PriorConfig(weight=3.0, warmup_epochs=1, align_every=4)
+EARLY = {"epochs": 12, "compact_from": 2, "compact_every": 1, "finetune_epochs": 3, "finetune_lr": 0.0, "lr": 1e-2}
+
+
+@pytest.mark.parametrize("particles", [0, 2])
+def test_a_search_that_has_reached_its_target_is_over(particles: int) -> None:
+    """A strong prior would go on far beyond it; the epochs that are left go into fine-tuning at just that size."""
+    heard: list[str] = []
+
+    class Listener(Silent):
+        def message(self, text: str) -> None:
+            heard.append(text)
+
+    config, dense = settings(**EARLY, target_ratio=20.0), 784 * 48 + 48 + 480 + 10
+    free, model = perceptron(), perceptron()
+    bt.fit(free, TRAIN, None, dataclasses.replace(config, target_ratio=0.0), prior=STRONG)
+    assert bt.count_parameters(free) < 0.7 * dense / 20
+    if particles:
+        posterior = bt.PosteriorConfig(particles=particles)
+        found, result = bt.fit_posterior(
+            bt.independent(perceptron, particles), TRAIN, None, config, posterior, prior=STRONG, progress=Listener()
+        )
+        size = found.parameters_each
+    else:
+        result = bt.fit(model, TRAIN, None, config, prior=STRONG, progress=Listener())
+        size = bt.count_parameters(model)
+    assert 0.85 * dense / 20 < size <= dense / 20
+    phases = [line["phase"] for line in result.history]
+    started = phases.index("finetune")
+    assert started < 12
+    assert set(phases[:started]) == {"search"}
+    assert set(phases[started:]) == {"finetune"}
+    assert {line["params"] for line in result.history[started:]} == {size}
+    assert any(f"the target was reached after {started - 1} epochs" in text for text in heard)
+    assert result.spectra["tol"] <= config.compact_tol
+
+
+@pytest.mark.parametrize("stop", [3, 6, 13])
+def test_a_search_that_ended_early_resumes_in_the_same_bits(stop: int, tmp_path: Path) -> None:
+    config = settings(**EARLY, target_ratio=20.0)
+    whole, model = perceptron(), perceptron()
+    result = bt.fit(whole, TRAIN, None, config, prior=STRONG, augment=jitter)
+    assert result.history[12]["phase"] == "finetune"
+    with pytest.raises(Interrupted):
+        bt.fit(
+            perceptron(), TRAIN, None, config, prior=STRONG, augment=jitter, folder=tmp_path, progress=StopAfter(stop)
+        )
+    bt.fit(model, TRAIN, None, config, prior=STRONG, augment=jitter, folder=tmp_path, resume=True)
+    for (name, a), (_, b) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
 def test_a_target_that_no_rank_can_reach_is_refused_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match=r"fit\.target_ratio 1000 is out of reach\. 38 parameters are too few"):
         bt.fit(perceptron(), TRAIN, None, settings(target_ratio=1000.0))

@@ -21,6 +21,9 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 TWO_MODES_FROM = 16
 """Channel counts from this one on are factored into two modes, smaller ones stay whole."""
 
+FILTERS_ON_CUDA = 8
+"""A GPU's convolutions want a multiple of so many channels; the two-step form gets filters of zeros up to the next."""
+
 
 class TTConv2d(TTLayer):
     """Drop-in for `nn.Conv2d` (``groups=1``) with the kernel as a tensor train.
@@ -200,6 +203,8 @@ class TTConv2d(TTLayer):
             if plan.kind == "kernel":
                 return [self._in_format(x, self.weight)]
             first, second = self._halves(list(self.cores))
+            if x.is_cuda and (missing := -len(second) % FILTERS_ON_CUDA):
+                first, second = F.pad(first, (0, missing)), F.pad(second, (0, 0, 0, missing))
             filters = first.permute(2, 0, 1).reshape(-1, *self.kernel_size, self.in_channels).permute(0, 3, 1, 2)
             return [self._in_format(x, filters), self._in_format(x, second.mT[:, :, None, None])]
 

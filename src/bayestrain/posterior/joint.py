@@ -69,7 +69,8 @@ class Joint(nn.Module):
         if (predicted or (what == "likelihood" and self.alone)) and len(next(iter(particles.values()))) == 1:
             found = one({name: tensor[0] for name, tensor in particles.items()})
             return {name: tensor[None] for name, tensor in found.items()}
-        # Dropout and the like draw anew for every particle.
+        # Dropout and the like draw anew for every particle. Batch norm cannot ask for other memory formats in there.
+        inputs = tuple(tensor.contiguous() for tensor in inputs)
         return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
 
 

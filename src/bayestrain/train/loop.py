@@ -194,7 +194,7 @@ class _Fit:
             if not history.lines:
                 self._record(history, log, {"train_loss": None, "prior_loss": None, "train_accuracy": None})
             while self.epoch < self.total_epochs:
-                if self.epoch == self.config.epochs and self.subject.searching:
+                if self.subject.searching and (self.epoch == self.config.epochs or self._arrived()):
                     self._round()
                 started = time.perf_counter()
                 means = self._run_epoch(self.epoch + 1)
@@ -245,14 +245,22 @@ class _Fit:
 
     def _compact_now_and_then(self) -> None:
         """Cut ranks during the search: training gets cheaper as they fall."""
-        config, every = self.config, self.config.compact_every
-        if not self.subject.searching or not every or self.epoch < config.compact_from or self.epoch % every:
+        if not self._cuts_now() or self._arrived():
             return
         bonds = self.subject.spectra()
         for row in self.subject.cut(self._cut_tolerance()).layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
                 known[:0] = [value / max(values[0], 1e-300) for value in values[rank:]]
+
+    def _cuts_now(self) -> bool:
+        config, every = self.config, self.config.compact_every
+        return self.subject.searching and every > 0 and self.epoch >= config.compact_from and self.epoch % every == 0
+
+    def _arrived(self) -> bool:
+        """Whether the next cut would bring the network to its target: then the search is over."""
+        target, tol = self.config.target_ratio, self.config.compact_tol
+        return target > 0 and self._cuts_now() and self.subject.tolerance_for(target, 0.0) <= tol
 
     def _cut_tolerance(self) -> float:
         """What a cut may change; with a target, as much as it takes to come nearer to it little by little."""
@@ -263,12 +271,16 @@ class _Fit:
         return max(tol, min(wanted, BOLDEST))
 
     def _round(self) -> None:
-        """End of the search: the smallest ranks for the tolerance."""
+        """End of the search: the smallest ranks for the tolerance; with a target, the largest that it allows."""
         bonds, tol = self.subject.spectra(), self.config.round_tol
         if self.config.target_ratio:
-            tol = self.subject.tolerance_for(self.config.target_ratio, tol)
+            # What is empty can be of use again, if it is trained.
+            least = 0.0 if self.epoch < self.total_epochs else tol
+            tol = self.subject.tolerance_for(self.config.target_ratio, least)
         report = self.subject.round(tol)
-        if tol > self.config.round_tol:
+        if self.epoch < self.config.epochs:
+            self.progress.message(f"the target was reached after {self.epoch} epochs: the rest is fine-tuning")
+        elif tol > self.config.round_tol:
             self.progress.message(f"rounded with a tolerance of {tol:.2g}, to be {self.subject.ratio:.4g}x smaller")
         if self.subject.ratio < self.config.target_ratio:
             self.progress.message(
@@ -322,7 +334,7 @@ class _Fit:
     def _phase(self) -> str:
         if self.subject.searching:
             return "search"
-        return "finetune" if self.epoch > self.config.epochs else "train"
+        return "finetune" if self.spectra or self.epoch > self.config.epochs else "train"
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain import tt
+from bayestrain.batchnorm import IdleBiases
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
@@ -38,6 +39,7 @@ class Point(Subject):
         steps = math.ceil(num_data / config.batch_size)
         self.prior: Prior | None = make_prior(prior, model, num_data, steps, search=search)
         self.optimizer = self._new_optimizer(config.lr)
+        self.idle = IdleBiases(model)
         self.capture = Capture()
         self.forming: Callable[[], AbstractContextManager[None]] = nullcontext
         if device.type == "cuda":  # where launching operations takes longer than computing on small cores
@@ -76,7 +78,7 @@ class Point(Subject):
             if self.prior is not None:
                 self.prior.move_lambdas_()
                 prior, scales = self.prior.gradients(self._weight), self.prior.scales()
-        with products(self.config.precision, self.device), self.forming():
+        with products(self.config.precision, self.device), self.forming(), self.idle():
             with lowered(self.config.precision, self.device):
                 outputs = self.model(self.arrange(x))
             data = self.loss(outputs.float(), y)
@@ -178,6 +180,7 @@ class Point(Subject):
         if self.searching and not state["searching"]:
             self._end_search()
         self.model.load_state_dict(state["model"])
+        self.idle.empty()
         load_optimizer(self.optimizer, state["optimizer"])
         self.capture.forget()
         if self.prior is not None:
