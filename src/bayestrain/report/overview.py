@@ -44,7 +44,7 @@ tuned on a validation split of the training images, never on the test images.
 
 
 @dataclass(frozen=True)
-class Picture:
+class Figure:
     """A figure in the file: its name, what it is, and a sentence below it."""
 
     name: str
@@ -60,7 +60,7 @@ class Line:
     cells: dict[str, str]
 
 
-def overview(experiments: Sequence[Experiment], pictures: dict[str, list[Picture]], beside: Path) -> str:
+def overview(experiments: Sequence[Experiment], pictures: dict[str, list[Figure]], beside: Path) -> str:
     """The whole file, to be written into the folder `beside`; `pictures` are those of each experiment."""
     there = {experiment.name for experiment in experiments}
     absent = [f"There are no results of `{name}` yet." for name in PAPER if name not in there]
@@ -70,7 +70,7 @@ def overview(experiments: Sequence[Experiment], pictures: dict[str, list[Picture
     return "\n".join(parts)
 
 
-def _section(experiment: Experiment, pictures: Sequence[Picture], beside: Path) -> str:
+def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -> str:
     paper = PAPER.get(experiment.name)
     lines = _paper_lines(paper) if paper else []
     lines += [Line(group.settings.kind, _cells(group, beside)) for group in experiment.groups]

@@ -9,13 +9,13 @@ from bayestrain.report.figures.front import front_plot
 from bayestrain.report.figures.layers import parameter_plots, rank_plots
 from bayestrain.report.figures.uncertainty import uncertainty_plots
 from bayestrain.report.groups import Experiment, Group, gather
-from bayestrain.report.overview import Picture, overview
+from bayestrain.report.overview import Figure, overview
 from bayestrain.report.paper import PAPER
 from bayestrain.report.run import Run
 from bayestrain.report.sheet import sheet
 from bayestrain.report.svg import Plot
 
-Drawn = list[tuple[Picture, str]]
+Drawn = list[tuple[Figure, str]]
 """Figures of an experiment, each with its SVG."""
 
 
@@ -51,7 +51,7 @@ def _figures(experiment: Experiment) -> Drawn:
 
     def add(kind: str, title: str, caption: str, plots: Sequence[Plot]) -> None:
         if plots:
-            figures.append((Picture(f"{kind}-{name}", f"{title}, {name}", caption), sheet(plots)))
+            figures.append((Figure(f"{kind}-{name}", f"{title}, {name}", caption), sheet(plots)))
 
     if groups:
         add("front", "Test accuracy against parameters", _front_caption(groups), [front_plot(name, groups, paper)])
