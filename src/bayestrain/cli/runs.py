@@ -16,7 +16,7 @@ from bayestrain.train.config import RunConfig, differences
 ROOT = Path("runs")
 
 
-LAST, MAP, DENSE = "checkpoint-last.pt", "map", "dense"
+LAST, MAP = "checkpoint-last.pt", "map"
 BEFORE = {"config.toml", "environment.json", "history.jsonl", "checkpoint-best.pt"}
 """What a run writes before its first checkpoint: a folder with only these holds no work yet."""
 AFTER = {
@@ -36,8 +36,8 @@ def is_run(folder: Path) -> bool:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is work to go on with: the run's own, or of the MAP point or dense networks it begins with."""
-    return any(folder.rglob(LAST))
+    """Whether there is work to go on with: the run's own, or that of the MAP point it begins with."""
+    return (folder / LAST).is_file() or (folder / MAP / LAST).is_file()
 
 
 def is_finished(folder: Path) -> bool:
@@ -123,14 +123,13 @@ def first_record(folder: Path) -> dict[str, Any] | None:
 
 
 def clear(folder: Path) -> None:
-    """Remove a run's files, those of its MAP point and dense networks too, and nothing else."""
+    """Remove a run's files, those of its MAP point too, and nothing else."""
     for name in BEFORE | AFTER:
         (folder / name).unlink(missing_ok=True)
-    for inner in (folder / MAP, *(folder / DENSE).glob("*"), folder / DENSE):
-        if inner.is_dir():
-            clear(inner)
-            if not any(inner.iterdir()):
-                inner.rmdir()
+    if (folder / MAP).is_dir():
+        clear(folder / MAP)
+        if not any((folder / MAP).iterdir()):
+            (folder / MAP).rmdir()
 
 
 def tidy(folder: Path) -> None:

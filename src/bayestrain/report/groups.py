@@ -36,7 +36,6 @@ class Settings:
     dense_params: int
     prior_weight: float | None
     target_ratio: float | None
-    dense_epochs: int
     epochs: int | None
     iterations: int | None
 
@@ -196,7 +195,6 @@ def _settings_of(run: Run) -> Settings:
         dense_params=run.scores.dense_params or 0,
         prior_weight=weight,
         target_ratio=target or None,  # 0: none
-        dense_epochs=run.dense_epochs,
         epochs=run.total_epochs,
         iterations=iterations,
     )

@@ -54,7 +54,6 @@ def load_run(folder: Path) -> Run:
         seed=int(seed) if isinstance(seed, int) else None,
         finished=result is not None and result.get("status", "finished") == "finished",
         total_epochs=_total_epochs(config),
-        dense_epochs=_dense_epochs(config),
         scores=_scores(result, history, folder / "result.json"),
         layers=_layers(result, history, model or {}, folder / "result.json"),
         history=history,
@@ -213,19 +212,7 @@ def _total_epochs(config: Json) -> int | None:
         jittered = posterior.get("jitter_epochs")
         return jittered if isinstance(jittered, int) else None
     epochs = fit.get("epochs")
-    if not isinstance(epochs, int):
-        return None
-    dense = config.get("experiment", {}).get("kind") == "dense"
-    return epochs + int(fit.get("finetune_epochs", 0)) + (int(fit.get("dense_epochs", 0)) if dense else 0)
-
-
-def _dense_epochs(config: Json) -> int:
-    """Epochs of dense networks that tensor trains started from."""
-    posterior = config.get("posterior", {})
-    jittered = posterior.get("particles") and posterior.get("start") == "jitter"
-    if jittered or config.get("experiment", {}).get("kind") == "dense":
-        return 0
-    return int(config.get("fit", {}).get("dense_epochs", 0))
+    return int(epochs) + int(fit.get("finetune_epochs", 0)) if isinstance(epochs, int) else None
 
 
 def _inner(ranks: Any) -> tuple[int, ...]:

@@ -38,8 +38,7 @@ tuned on a validation split of the training images, never on the test images.
 - *log likelihood*: per test image, of a posterior that of its particles' mean probability. *particles' mean*: the mean
   of the particles' own log likelihoods, which is what the paper's figure appears to be.
 - *training*: of a run, and where. Several may have shared the machine, so times are no benchmark. *epochs*: passes over
-  the training images, fine-tuning included; of a posterior also its iterations, one per batch. *n dense +*: the dense
-  network was trained for so long before it became tensor trains, by TT-SVD.
+  the training images, fine-tuning included; of a posterior also its iterations, one per batch.
 - A dash is what we do not know or what does not apply.
 """
 
@@ -120,7 +119,6 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
     devices = " and ".join(dict.fromkeys(run.device for run in group.runs if run.device))
     seconds = _spread(group, lambda run: run.scores.seconds, lambda value: f"{value:,.0f}", f"{SPACE}s")
     iterations = f" ({settings.iterations:,} iterations)" if settings.iterations else ""
-    dense = f"{settings.dense_epochs} dense + " if settings.dense_epochs else ""
     cells = {
         "model": KINDS[settings.kind],
         "run": f"[{group.label}]({where})" if where else group.label,
@@ -132,7 +130,7 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
         "accuracy": _spread(group, lambda run: run.scores.accuracy, lambda value: f"{100 * value:.2f}", f"{SPACE}%"),
         "log likelihood": _spread(group, lambda run: run.scores.log_likelihood, likelihood),
         "training": f"{seconds}, {devices}" if devices else seconds,
-        "epochs": f"{dense}{settings.epochs}{iterations}" if settings.epochs else NONE,
+        "epochs": f"{settings.epochs}{iterations}" if settings.epochs else NONE,
         "seeds": str(len(group.runs)),
     }
     if settings.target_ratio:

@@ -90,7 +90,6 @@ def _chips(run: Run) -> list[tuple[str, str]]:
         ("particles", str(posterior.particles) if posterior else ""),
         ("method", words.method(posterior.method) if posterior else ""),
         ("start", posterior.start if posterior else ""),
-        ("from", f"dense, {run.dense_epochs} epochs" if run.dense_epochs else ""),
         ("seed", "" if run.seed is None else str(run.seed)),
         ("on", machine),
         ("started", environment.get("started", "")[:16].replace("T", " ")),

@@ -197,8 +197,6 @@ class Run:
     seed: int | None
     finished: bool
     total_epochs: int | None
-    dense_epochs: int
-    """Epochs of the dense network that the tensor trains started from, which are in no history; 0: from scratch."""
     scores: Scores
     layers: tuple[Layer, ...]
     history: tuple[Epoch, ...]

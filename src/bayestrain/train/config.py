@@ -114,14 +114,6 @@ class FitConfig(Section):
 
     epochs: int = setting("passes over the training images while ranks are sought", at_least=1)
     batch_size: int = setting("images per step", at_least=1)
-    dense_epochs: int = setting(
-        "epochs of the dense network before it becomes tensor trains, by TT-SVD; 0: these start at random",
-        0,
-        at_least=0,
-    )
-    dense_lr: float = setting(
-        "learning rate of dense networks at its highest; 0: that of tensor trains", 0.0, at_least=0
-    )
     optimizer: str = setting(
         "the optimiser; not for posterior.method sgld, which is one", "adam", choices=("adam", "adamw", "sgd")
     )

@@ -23,7 +23,6 @@ from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
 from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
-from bayestrain.train.dense_start import dense_seconds, dense_settings, forget_checkpoints, train_dense
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.loop import FitResult, fit, fit_posterior
@@ -92,7 +91,7 @@ def _run(
 
     environment = _environment(out, place, command, resume)
     write_json(out / "environment.json", environment)
-    network, fitted = _train(config, material, out, place, resume, progress, dense_params)
+    network, fitted = _train(config, material, model, out, place, resume, progress, dense_params)
 
     evaluation = evaluate_network(config, material, network, place)
     posterior = posterior_scores(config, evaluation, out / MAP)
@@ -118,7 +117,7 @@ def _run(
         },
         **scores(evaluation),
         "posterior": posterior,
-        "seconds": dense_seconds(out) + fitted.seconds,
+        "seconds": fitted.seconds,
         "peak_memory_bytes": peak_memory_bytes(place),
         "device": environment["gpu"] or "cpu",
         "command": environment["command"],
@@ -129,51 +128,43 @@ def _run(
     }
     write_evaluation(out, config, evaluation, dense_params)
     write_result(out, fitted.spectra, summary)
-    forget_checkpoints(out)
     progress.finish(summary)
     return Result(out, summary)
 
 
 def _train(
-    config: RunConfig, material: Material, out: Path, place: torch.device, resume: bool, progress: Progress,
-    dense_params: int,
+    config: RunConfig, material: Material, model: nn.Module, out: Path, place: torch.device, resume: bool,
+    progress: Progress, dense_params: int,
 ) -> tuple[nn.Module | Posterior, FitResult]:  # fmt: skip
-    """Train a network, or a posterior of networks, from scratch or from dense ones."""
+    """Train the model itself, or a posterior of networks like it."""
     settings, jittered = fit_settings(config), _jittered(config)
-    seed, splits, number = config.experiment.seed, material.splits, config.posterior.particles
+    seed, splits = config.experiment.seed, material.splits
+    progress.start(
+        settings.epochs + settings.finetune_epochs, -(-len(material.train) // settings.batch_size), config, dense_params
+    )
     evaluate = None
     if material.validation is not None:
         evaluate = evaluator(material.validation.to(place), splits.normalize, place)
     options: dict[str, Any] = {
-        "evaluate": evaluate, "prior": config.prior, "augment": augmentation(config.data, splits), "device": place,
-        "seed": seed, "folder": out, "resume": resume, "progress": progress,
+        "prior": config.prior, "augment": augmentation(config.data, splits), "device": place, "seed": seed,
+        "folder": out, "resume": resume, "progress": progress,
         "search": config.experiment.kind == "low-rank" and not jittered,
     }  # fmt: skip
-    # A run that goes on has its networks in the checkpoint, and only needs some of their shape.
-    from_dense = config.fit.dense_epochs > 0 and config.experiment.kind != "dense" and not jittered and not resume
+    if not config.posterior.particles:
+        return model, fit(model, material.train, evaluate, settings, **options)
 
     def build() -> nn.Module:
         another = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-        if not from_dense:
-            _as_kind(another, config)
+        _as_kind(another, config)
         return another
 
-    if jittered:
-        starts = around(load_model(out / MAP), number, config.posterior.jitter, seed)
-    elif number:
-        starts = independent(build, number, seed)
-    else:
-        torch.manual_seed(seed)
-        starts = [build()]
-    if from_dense:
-        train_dense(starts, config, material, out, progress, options)
-        for network in starts:
-            tensorize(network, config.tensorize, init="svd")
-    steps = -(-len(material.train) // settings.batch_size)
-    progress.start(settings.epochs + settings.finetune_epochs, steps, config, dense_params)
-    if number:
-        return fit_posterior(starts, material.train, config=settings, posterior=config.posterior, **options)
-    return starts[0], fit(starts[0], material.train, config=settings, **options)
+    number = config.posterior.particles
+    starts = (
+        around(load_model(out / MAP), number, config.posterior.jitter, seed)
+        if jittered
+        else independent(build, number, seed)
+    )
+    return fit_posterior(starts, material.train, evaluate, settings, config.posterior, **options)
 
 
 def evaluate_run(out: Path, *, device: str, command: str) -> Result:
@@ -214,11 +205,8 @@ def fit_settings(config: RunConfig) -> FitConfig:
             fit, epochs=config.posterior.jitter_epochs, lr=fit.finetune_lr or JITTER_RATE * fit.lr, schedule="cosine",
             lr_warmup_epochs=0.0, finetune_epochs=0, target_ratio=0.0,
         )  # fmt: skip
-    length = fit.epochs + fit.finetune_epochs
-    if config.experiment.kind == "dense":
-        return dense_settings(fit, fit.dense_epochs + length)
-    if config.experiment.kind == "tensorized":
-        return dataclasses.replace(fit, epochs=length, finetune_epochs=0)
+    if config.experiment.kind != "low-rank":
+        return dataclasses.replace(fit, epochs=fit.epochs + fit.finetune_epochs, finetune_epochs=0)
     return fit
 
 
@@ -234,7 +222,7 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
     """Make the run folder, or check that the one there can be resumed with this very config."""
     file = out / "config.toml"
     if resume:
-        if not any(out.rglob(LAST)):
+        if not (out / LAST).exists() and not (out / MAP / LAST).exists():
             raise TrainingError(f"There is nothing to resume in {out}: it has no {LAST}. Start without --resume.")
         changed = differences(toml.load(file), config)
         if changed:
@@ -243,7 +231,7 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
                 "Resume with the same one, or start anew in another folder."
             )
         return
-    if any(out.rglob(LAST)) or (out / "result.json").exists():
+    if (out / LAST).exists() or (out / "result.json").exists():
         raise ConfigError(f"{out} already holds a run. Go on with --resume, or choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -257,8 +245,8 @@ def _as_kind(model: nn.Module, config: RunConfig) -> None:
         tensorize(model, config.tensorize)
 
 
-def tensorize(model: nn.Module, settings: TensorizeSettings, init: str | None = None) -> None:
-    """Convert the layers that the settings do not keep dense; `init` may be "svd" for one that has been trained."""
+def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
+    """Convert the layers that the settings do not keep dense."""
     names = {name for name, module in model.named_modules() if _is_layer(module)}
     for pattern in settings.keep_dense:
         if not fnmatch.filter(names, pattern):
@@ -267,7 +255,7 @@ def tensorize(model: nn.Module, settings: TensorizeSettings, init: str | None = 
     def wanted(_: nn.Module, name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.keep_dense)
 
-    tensorize_(model, TensorizeConfig(settings.max_rank, init or settings.init, modes=settings.modes), wanted)
+    tensorize_(model, TensorizeConfig(settings.max_rank, settings.init, modes=settings.modes), wanted)
 
 
 def _environment(out: Path, place: torch.device, command: str, resume: bool) -> dict[str, Any]:
