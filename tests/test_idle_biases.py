@@ -49,6 +49,7 @@ def test_a_step_without_them_is_the_step_with_them() -> None:
     for network, around in ((model, idle), (plain, IdleBiases(nn.Identity()))):
         with around():
             network.train()(X).square().sum().backward()
+    assert sum(parameter.grad is None for parameter in model.parameters()) == len(idle.layers)
     for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         if ours.grad is None:
             assert name.endswith("bias")
@@ -70,14 +71,6 @@ def test_they_are_there_outside_and_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), idle():
         breaks()
     assert [name for name, _ in model.named_parameters()] == names
-
-
-def test_a_batch_norm_that_is_not_training_needs_the_bias() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train()
-    idle = IdleBiases(model)
-    model[1].eval()
-    with idle():
-        assert model[0].bias is not None
 
 
 def test_a_state_that_was_loaded_is_emptied_again() -> None:
@@ -115,6 +108,45 @@ def frozen() -> nn.Module:
     return model
 
 
+class InTraining(nn.Module):
+    """Something else uses the convolution, but only in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) + y.relu() if self.training else self.norm(y)  # type: ignore[no-any-return]
+
+
+class LooksAtIt(InTraining):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.conv.bias is not None
+        return self.norm(self.conv(x)) + self.conv.bias.sum()  # type: ignore[no-any-return]
+
+
+class KeepsStatistics(InTraining):
+    """Its batch norm stays as it is, as in much transfer learning."""
+
+    def train(self, mode: bool = True) -> KeepsStatistics:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))  # type: ignore[no-any-return]
+
+
+def hooked(place: str) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    if place == "after":
+        model[0].register_forward_hook(lambda _, __, out: out.relu())
+    else:
+        model[1].register_forward_pre_hook(lambda _, given: (given[0].relu(),))
+    return model
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -132,15 +164,33 @@ class Branches(nn.Module):
         tied,
         frozen,
         Branches,
+        InTraining,
+        LooksAtIt,
+        KeepsStatistics,
+        lambda: hooked("after"),
+        lambda: hooked("before"),
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)),
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)),
     ],
-    ids=["a norm over rows", "tied", "frozen", "untraceable", "an activation between", "none"],
+    ids=[
+        "a norm over rows",
+        "tied",
+        "frozen",
+        "untraceable",
+        "used in training",
+        "looked at",
+        "statistics kept",
+        "a hook behind",
+        "a hook before",
+        "an activation between",
+        "none",
+    ],
 )
 def test_biases_that_matter_or_may_matter_stay(build: Callable[[], nn.Module]) -> None:
-    model = build()
+    model = build().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert not IdleBiases(model).layers
+    assert not model.training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 

@@ -162,6 +162,20 @@ def test_a_ratio_that_the_tolerance_reaches_raises_nothing(runs: dict[str, Path]
     assert "Dotted" not in text
 
 
+def test_a_search_that_ended_at_its_target_is_described(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(runs["ratio"], tmp_path / "run")
+    spectra = json.loads((folder / "spectra.json").read_text())
+    (folder / "spectra.json").write_text(json.dumps({**spectra, "tol": 2e-3}))
+    run = load_run(folder)
+    assert run.reached_early
+    assert run.raised is None
+    text = said(write_report(folder))
+    assert (
+        f"smaller, as was asked for, after {run.finetune_start} epochs. The final rounding had a tolerance of" in text
+    )
+    assert f"until the network was {ratio(run.scores.ratio)} smaller." in text
+
+
 @pytest.mark.parametrize("tol", [1e-5, 0.01, 0.4, 0.9])
 def test_the_tolerance_used_is_always_among_those_looked_at(tol: float) -> None:
     looked_at = tolerances(Spectra(tol, {"a": [[1.0, 0.5]]}, {"a": (1,)}))

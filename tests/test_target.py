@@ -21,7 +21,7 @@ from bayestrain.errors import ConfigError, Interrupted
 from bayestrain.sizes import tt_layers
 from bayestrain.target import dense_parameters
 from bayestrain.train.progress import Silent
-from bayestrain.train.schedule import wanted_ratio
+from bayestrain.train.schedule import learning_rate, wanted_ratio
 
 WEAK = bt.PriorConfig(weight=0.01, warmup_epochs=1, align_every=4)
 TRAIN = data.load("mnist-mini").train.subset(range(1000))
@@ -219,7 +219,23 @@ def test_a_search_that_has_reached_its_target_is_over(particles: int) -> None:
     assert set(phases[started:]) == {"finetune"}
     assert {line["params"] for line in result.history[started:]} == {size}
     assert any(f"the target was reached after {started - 1} epochs" in text for text in heard)
-    assert result.spectra["tol"] <= config.compact_tol
+    assert set(result.spectra["layers"]) == {"1", "3"}
+
+
+def test_fine_tuning_has_its_own_rate_from_the_end_of_the_search_on() -> None:
+    config = settings(**{**EARLY, "finetune_lr": 4e-3}, target_ratio=20.0)
+    result = bt.fit(perceptron(), TRAIN, None, config, prior=STRONG)
+    tuned = [line["lr"] for line in result.history if line["phase"] == "finetune"]
+    assert len(tuned) > 4
+    assert tuned == sorted(tuned, reverse=True)
+    assert 3e-3 < tuned[0] < 4e-3
+    assert tuned[-1] < 1e-3
+    assert learning_rate(config, 7.5, 5) == pytest.approx(2e-3 * (1 + math.cos(math.pi * 0.25)))
+
+
+def test_a_target_that_all_ranks_meet_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fit\.target_ratio 3 asks for nothing: .* is \d+\.\d+x smaller than dense"):
+        bt.fit(perceptron(), TRAIN, None, settings(target_ratio=3.0))
 
 
 @pytest.mark.parametrize("stop", [3, 6, 13])

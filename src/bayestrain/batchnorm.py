@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,24 +27,37 @@ class IdleBiases:
         with idle():
             F.cross_entropy(model(x), y).backward()
 
-    They are set to zero, and the running means with them, which changes nothing that the model computes. Inside of
-    ``with`` they are not there, unless a batch norm is not in training mode; outside the model is an ordinary one. A
-    model that cannot be traced keeps its biases: the order of modules does not prove enough.
+    They are set to zero and the running means lowered by them, which changes nothing that the model computes. Inside of
+    ``with`` they are not there; outside the model is an ordinary one. Biases stay where it is not certain that they are
+    idle: in a model that cannot be traced, or with hooks at that place, a batch norm that `model.train()` leaves in
+    evaluation mode, a bias that something else looks at.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._found: list[tuple[nn.Module, list[_BatchNorm]]] = []
+        modes = [(module, module.training) for module in model.modules()]
         try:
-            graph = _trace(model)
+            evaluating, looked_at = _idle(model.eval())
+            training, looked_at_too = _idle(model.train())
+            uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+            for name, norms in training.items():
+                layer, bias = model.get_submodule(name), model.get_submodule(name).bias
+                followers = [norm for each in norms if isinstance(norm := model.get_submodule(each), _BatchNorm)]
+                if (
+                    evaluating.get(name) == norms
+                    and isinstance(bias, nn.Parameter)
+                    and bias.requires_grad
+                    and uses[id(bias)] == 1
+                    and id(bias) not in looked_at | looked_at_too
+                    and not layer._forward_hooks
+                    and all(norm.training and not norm._forward_pre_hooks for norm in followers)
+                ):
+                    self._found.append((layer, followers))
         except Exception:  # as in `normalised_layers`
             return
-        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        for name, norms in _by_graph(model, graph, (TTConv2d, nn.Conv2d)).items():
-            layer = model.get_submodule(name)
-            bias = layer.bias if type(layer) in (TTConv2d, nn.Conv2d) else None  # subclasses may do anything with it
-            if isinstance(bias, nn.Parameter) and bias.requires_grad and uses[id(bias)] == 1:
-                followers = [norm for each in norms if isinstance(norm := model.get_submodule(each), _BatchNorm)]
-                self._found.append((layer, followers))
+        finally:
+            for module, mode in modes:
+                module.training = mode
         self.empty()
 
     @property
@@ -64,15 +78,22 @@ class IdleBiases:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        idle = [layer for layer, norms in self._found if all(norm.training for norm in norms)]
-        biases = [layer._parameters["bias"] for layer in idle]
+        biases = [layer._parameters["bias"] for layer in self.layers]
         try:
-            for layer in idle:
+            for layer in self.layers:
                 layer._parameters["bias"] = None
             yield
         finally:
-            for layer, bias in zip(idle, biases, strict=True):
+            for layer, bias in zip(self.layers, biases, strict=True):
                 layer._parameters["bias"] = bias
+
+
+def _idle(model: nn.Module) -> tuple[dict[str, list[str]], set[int]]:
+    """Convolutions that only batch norms follow, with these; and the parameters that the model itself looks at."""
+    tracer = _Tracer()
+    found = _by_graph(model, _trace(model, tracer), (TTConv2d, nn.Conv2d))
+    exact = {name: norms for name, norms in found.items() if type(model.get_submodule(name)) in (TTConv2d, nn.Conv2d)}
+    return exact, tracer.looked_at
 
 
 def normalised_layers(model: nn.Module) -> dict[str, list[str]]:
@@ -84,21 +105,31 @@ def normalised_layers(model: nn.Module) -> dict[str, list[str]]:
     order of registration instead: a batch norm of matching size right behind the layer in the same parent.
     """
     try:
-        graph = _trace(model)
+        graph = _trace(model, _Tracer())
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
         return _by_registration(model)
     return _by_graph(model, graph, (TTLayer,))
 
 
 class _Tracer(fx.Tracer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_at: set[int] = set()
+        """Parameters, by identity, that code outside of the layers has asked for."""
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if isinstance(attr_val, nn.Parameter):
+            self.looked_at.add(id(attr_val))
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, TTLayer) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _trace(model: nn.Module) -> fx.Graph:
+def _trace(model: nn.Module, tracer: _Tracer) -> fx.Graph:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _Tracer().trace(model)
+        return tracer.trace(model)
 
 
 def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds) -> dict[str, list[str]]:

@@ -191,7 +191,7 @@ class Run:
     rule: str
     """How the final ranks were found: by "rounding", or by the paper's threshold on "lambda"."""
     round_tol: float | None
-    """The tolerance that was asked for; `Spectra.tol` is larger where the ratio asked for needed that."""
+    """The tolerance that was set; `Spectra.tol` is the one used, another where a ratio was asked for."""
     target_ratio: float | None
     """How many times smaller it had to be, if that was asked for."""
     seed: int | None
@@ -231,6 +231,13 @@ class Run:
         if not self.target_ratio or self.spectra is None or self.round_tol is None:
             return None
         return (self.round_tol, self.spectra.tol) if self.spectra.tol > self.round_tol else None
+
+    @property
+    def reached_early(self) -> bool:
+        """Whether the ratio asked for was reached by the search itself, and the rounding was finer than set."""
+        if not self.target_ratio or self.spectra is None or self.round_tol is None:
+            return False
+        return self.rule == "rounding" and self.spectra.tol < self.round_tol
 
     @property
     def path(self) -> tuple[Epoch, ...]:

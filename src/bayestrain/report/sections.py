@@ -89,6 +89,8 @@ def _left_text(run: Run) -> str:
         return f"{text}, and the paper’s threshold on λ decided what is left."
     if run.raised:
         return f"{text}, and the rounding went on until the network was {words.ratio(run.scores.ratio)} smaller."
+    if run.reached_early:
+        return f"{text}, until the network was {words.ratio(run.scores.ratio)} smaller."
     return f"{text}."
 
 
@@ -110,6 +112,14 @@ def _cut_text(run: Run) -> str:
         return (
             f"The final rounding sees only the weights. Its tolerance was raised from {before} to {used} to make the "
             f"network at least {asked} smaller: the size asked for decided, not a gap in the spectrum.{end}"
+        )
+    if run.reached_early:
+        asked, used = words.ratio(run.target_ratio), words.tolerance(run.spectra.tol if run.spectra else 0.0)
+        when = f", after {run.finetune_start} epochs" if run.finetune_start else ""
+        return (
+            f"The search ended when it could make the network {asked} smaller, as was asked for{when}. The final "
+            f"rounding had a tolerance of {used}, for just that size: what the prior had all but emptied stayed, where "
+            "there was room for it."
         )
     text = "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not the "
     if run.target_ratio and run.spectra:

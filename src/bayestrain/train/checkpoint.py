@@ -38,7 +38,7 @@ def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever pickle, zip or torch make of a damaged file
         raise TrainingError(f"{path} is not a checkpoint of this program or is damaged ({error}).") from error
-    if not isinstance(state, dict) or state.get("format") != 2:
+    if not isinstance(state, dict) or state.get("format") != 3:
         raise TrainingError(f"{path} is not a checkpoint of this version. Start anew.")
     return state
 

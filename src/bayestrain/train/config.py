@@ -137,17 +137,20 @@ class FitConfig(Section):
         "how the final ranks are found: rounding, or the paper's threshold on lambda", "rounding", choices=RULES
     )
     round_tol: float = setting(
-        "relative change of a layer that the final rounding may make; the threshold of rule lambda",
+        "relative change of a layer that the final rounding may make, if no size is asked for; the threshold of rule "
+        "lambda",
         1e-2,
         at_least=0,
         below=1,
     )
     target_ratio: float = setting(
-        "cut until the network is so many times smaller than dense; 0: as the tolerances have it",
+        "cut until the network is so many times smaller than dense, and search no longer; 0: as tolerances have it",
         0.0,
         at_least=0,
     )
-    finetune_epochs: int = setting("epochs without prior after the final rounding", 3, at_least=0)
+    finetune_epochs: int = setting(
+        "epochs without prior after the final rounding; more, if a target ends the search early", 3, at_least=0
+    )
     finetune_lr: float = setting(
         "learning rate of those epochs; 0: the schedule goes on through them", 1e-3, at_least=0
     )

@@ -37,6 +37,9 @@ from bayestrain.train.tensorboard import EpochLog
 LOOK_EVERY = 50
 """Steps between looks at the loss: a look waits for the device."""
 
+EMPTY = 1e-4
+"""Parts of a weight that are relatively smaller than this are not worth a rank, not even where there is room for it."""
+
 BOLDEST = 0.3
 """The largest tolerance of a cut on the way to a target: what is cut then must be learned again."""
 
@@ -182,6 +185,9 @@ class _Fit:
         self.seconds = 0.0
         self.best = -math.inf
         self.resumed = False
+        self.arrived = False
+        """Whether the next cut would bring the network to its target: then the search is over."""
+        self.search_ended: int | None = None
         self.spectra: dict[str, Any] = {}
         self.cut_earlier: dict[str, list[list[float]]] = {}
         """Per layer and bond, the singular values that the search has cut, relative to the largest of that moment."""
@@ -194,7 +200,7 @@ class _Fit:
             if not history.lines:
                 self._record(history, log, {"train_loss": None, "prior_loss": None, "train_accuracy": None})
             while self.epoch < self.total_epochs:
-                if self.subject.searching and (self.epoch == self.config.epochs or self._arrived()):
+                if self.subject.searching and (self.epoch == self.config.epochs or self.arrived):
                     self._round()
                 started = time.perf_counter()
                 means = self._run_epoch(self.epoch + 1)
@@ -239,28 +245,24 @@ class _Fit:
         return {"train_loss": data, "prior_loss": prior, "train_accuracy": right}
 
     def _set_rate(self, epoch: float) -> float:
-        self.rate = learning_rate(self.config, epoch)
+        self.rate = learning_rate(self.config, epoch, self.search_ended)
         self.subject.set_rate(self.rate)
         return self.rate
 
     def _compact_now_and_then(self) -> None:
         """Cut ranks during the search: training gets cheaper as they fall."""
-        if not self._cuts_now() or self._arrived():
+        config, every = self.config, self.config.compact_every
+        if not self.subject.searching or not every or self.epoch < config.compact_from or self.epoch % every:
             return
+        if config.target_ratio:
+            self.arrived = self.subject.tolerance_for(config.target_ratio, 0.0) <= config.compact_tol
+            if self.arrived:
+                return
         bonds = self.subject.spectra()
         for row in self.subject.cut(self._cut_tolerance()).layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
                 known[:0] = [value / max(values[0], 1e-300) for value in values[rank:]]
-
-    def _cuts_now(self) -> bool:
-        config, every = self.config, self.config.compact_every
-        return self.subject.searching and every > 0 and self.epoch >= config.compact_from and self.epoch % every == 0
-
-    def _arrived(self) -> bool:
-        """Whether the next cut would bring the network to its target: then the search is over."""
-        target, tol = self.config.target_ratio, self.config.compact_tol
-        return target > 0 and self._cuts_now() and self.subject.tolerance_for(target, 0.0) <= tol
 
     def _cut_tolerance(self) -> float:
         """What a cut may change; with a target, as much as it takes to come nearer to it little by little."""
@@ -274,10 +276,11 @@ class _Fit:
         """End of the search: the smallest ranks for the tolerance; with a target, the largest that it allows."""
         bonds, tol = self.subject.spectra(), self.config.round_tol
         if self.config.target_ratio:
-            # What is empty can be of use again, if it is trained.
-            least = 0.0 if self.epoch < self.total_epochs else tol
+            # What is nearly empty can be of use again, if it is trained.
+            least = min(EMPTY, tol) if self.epoch < self.total_epochs else tol
             tol = self.subject.tolerance_for(self.config.target_ratio, least)
         report = self.subject.round(tol)
+        self.search_ended = self.epoch
         if self.epoch < self.config.epochs:
             self.progress.message(f"the target was reached after {self.epoch} epochs: the rest is fine-tuning")
         elif tol > self.config.round_tol:
@@ -334,12 +337,12 @@ class _Fit:
     def _phase(self) -> str:
         if self.subject.searching:
             return "search"
-        return "finetune" if self.spectra or self.epoch > self.config.epochs else "train"
+        return "finetune" if self.search_ended is not None or self.epoch > self.config.epochs else "train"
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         return {
-            "format": 2,
+            "format": 3,
             "epoch": self.epoch,
             "subject": self.subject.state(),
             "order": self.order.get_state(),
@@ -349,6 +352,8 @@ class _Fit:
             "seconds": self.seconds,
             "rate": self.rate,
             "best": self.best,
+            "arrived": self.arrived,
+            "search_ended": self.search_ended,
             "spectra": self.spectra,
             "cut_earlier": self.cut_earlier,
         }
@@ -367,6 +372,7 @@ class _Fit:
         if state["cuda_rng"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.epoch, self.seconds, self.best, self.rate = state["epoch"], state["seconds"], state["best"], state["rate"]
+        self.arrived, self.search_ended = state["arrived"], state["search_ended"]
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 
     def _diverged(self, epoch: int, step: int, what: str, rate: float) -> TrainingError:
@@ -382,6 +388,11 @@ def _check_target(config: FitConfig, subject: Subject) -> None:
     """Refuse at the beginning a target that cannot be reached at the end."""
     if not subject.searching or config.rule != "rounding":
         raise ConfigError('fit.target_ratio needs a search for ranks and fit.rule "rounding": nothing else is rounded.')
+    if subject.ratio >= config.target_ratio:
+        raise ConfigError(
+            f"fit.target_ratio {config.target_ratio:g} asks for nothing: with all its ranks the network is "
+            f"{subject.ratio:.3g}x smaller than dense. Ask for more, or start with a larger tensorize.max_rank."
+        )
     try:
         subject.tolerance_for(config.target_ratio, 0.0)
     except ConfigError as error:

@@ -37,7 +37,7 @@ class ParticleSubject(Subject):
         return isinstance(self.posterior.prior, RankPrior)
 
     def arrange(self, x: Tensor) -> Tensor:
-        return channels_last(x) if self.channels_last else x
+        return channels_last(x) if self.channels_last and self.posterior.joint.alone else x  # vmap wants none
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         posterior = self.posterior

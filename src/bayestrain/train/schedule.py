@@ -10,14 +10,16 @@ ARRIVED = 0.8
 """Part of the search after which a network that has a target should have its size."""
 
 
-def learning_rate(config: FitConfig, epoch: float) -> float:
+def learning_rate(config: FitConfig, epoch: float, search_ended: int | None = None) -> float:
     """The rate after `epoch` epochs; a fraction counts steps.
 
-    The fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule goes on through it.
+    The fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule goes on through it. It
+    begins when the search was over, if that was earlier than planned.
     """
-    tuned = epoch - config.epochs
-    if config.finetune_lr and config.finetune_epochs and tuned >= 0:
-        return config.finetune_lr * _cosine(tuned / config.finetune_epochs)
+    begins = config.epochs if search_ended is None else search_ended
+    tuned, length = epoch - begins, config.epochs + config.finetune_epochs - begins
+    if config.finetune_lr and length and tuned >= 0:
+        return config.finetune_lr * _cosine(tuned / length)
     length = config.epochs if config.finetune_lr else config.epochs + config.finetune_epochs
     warmup = min(1.0, epoch / config.lr_warmup_epochs) if config.lr_warmup_epochs else 1.0
     done = min(epoch / length, 1.0)
