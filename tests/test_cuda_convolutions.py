@@ -28,7 +28,7 @@ def test_the_two_step_form_computes_the_same_for_every_number_of_filters(rank: i
         layer.zero_grad()
         out = layer(x)
         out.square().sum().backward()
-        found.append([out.detach(), *(core.grad for core in layer.cores), *layer.eval()(x).detach()[:1]])
+        found.append([out.detach(), *(core.grad for core in layer.cores), layer.eval()(x).detach()])
         layer.train()
         assert layer.plan is not None
         assert layer.plan.kind == plan

@@ -222,6 +222,21 @@ def test_a_search_that_has_reached_its_target_is_over(particles: int) -> None:
     assert set(result.spectra["layers"]) == {"1", "3"}
 
 
+def test_ranks_that_are_nearly_empty_stay_where_the_target_has_room() -> None:
+    """Any cut would take more than was asked for: here everything but the first few ranks is almost nothing."""
+    model = perceptron()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 2:
+                parameter.mul_(0.2 ** torch.arange(parameter.shape[-1]))
+    dense = dense_parameters(model)
+    assert rounded(model, 1e-2) < 0.6 * dense / 10
+    config = settings(**{**EARLY, "epochs": 3, "lr": 1e-9}, compact_tol=1e-2, target_ratio=10.0)
+    result = bt.fit(model, TRAIN, None, config, prior=WEAK)
+    assert [line["phase"] for line in result.history[2:]] == ["search", *["finetune"] * 4]
+    assert 0.85 * dense / 10 < bt.count_parameters(model) <= dense / 10
+
+
 def test_fine_tuning_has_its_own_rate_from_the_end_of_the_search_on() -> None:
     config = settings(**{**EARLY, "finetune_lr": 4e-3}, target_ratio=20.0)
     result = bt.fit(perceptron(), TRAIN, None, config, prior=STRONG)

@@ -39,25 +39,26 @@ class IdleBiases:
         try:
             evaluating, looked_at = _idle(model.eval())
             training, looked_at_too = _idle(model.train())
-            uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-            for name, norms in training.items():
-                layer, bias = model.get_submodule(name), model.get_submodule(name).bias
-                followers = [norm for each in norms if isinstance(norm := model.get_submodule(each), _BatchNorm)]
-                if (
-                    evaluating.get(name) == norms
-                    and isinstance(bias, nn.Parameter)
-                    and bias.requires_grad
-                    and uses[id(bias)] == 1
-                    and id(bias) not in looked_at | looked_at_too
-                    and not layer._forward_hooks
-                    and all(norm.training and not norm._forward_pre_hooks for norm in followers)
-                ):
-                    self._found.append((layer, followers))
+            kept = {id(module) for module in model.modules() if not module.training}
         except Exception:  # as in `normalised_layers`
             return
         finally:
             for module, mode in modes:
                 module.training = mode
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        for name, norms in training.items():
+            layer, bias = model.get_submodule(name), model.get_submodule(name).bias
+            followers = [norm for each in norms if isinstance(norm := model.get_submodule(each), _BatchNorm)]
+            if (
+                evaluating.get(name) == norms
+                and isinstance(bias, nn.Parameter)
+                and bias.requires_grad
+                and uses[id(bias)] == 1
+                and id(bias) not in looked_at | looked_at_too
+                and not layer._forward_hooks
+                and not any(id(norm) in kept or norm._forward_pre_hooks for norm in followers)
+            ):
+                self._found.append((layer, followers))
         self.empty()
 
     @property

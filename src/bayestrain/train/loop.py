@@ -37,8 +37,8 @@ from bayestrain.train.tensorboard import EpochLog
 LOOK_EVERY = 50
 """Steps between looks at the loss: a look waits for the device."""
 
-EMPTY = 1e-4
-"""Parts of a weight that are relatively smaller than this are not worth a rank, not even where there is room for it."""
+EMPTY = 1e-7
+"""Parts of a weight that are relatively smaller than this are lost in rounding errors; larger ones can grow again."""
 
 BOLDEST = 0.3
 """The largest tolerance of a cut on the way to a target: what is cut then must be learned again."""
