@@ -105,7 +105,7 @@ def test_every_setting_is_explained() -> None:
         ('base = "mnist"\n[data]\nvalidation_fraction = 1', ["number of at least 0 and below 1, got 1."]),
         (
             'base = "mnist"\n[fit]\noptimizer = "adm"',
-            ["line 3", 'one of "adam", "adamw", "sgd", got "adm".', 'Did you mean "adam"?'],
+            ["line 3", 'one of "adam", "adamw", "sgd", "muon", got "adm".', 'Did you mean "adam"?'],
         ),
         (
             'base = "mnist"\n[fit]\nmilestones = [\n0.5,\n1.5,\n]',

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bayestrain.errors import BayesTrainError
     from bayestrain.forming import FormTogether
     from bayestrain.layers import TTConv2d, TTLinear, calibrate
+    from bayestrain.muon import Muon
     from bayestrain.posterior import ParticleModel, Posterior, around, independent
     from bayestrain.predict import Classification, ClassPrediction, Likelihood, Regression, RegressionPrediction
     from bayestrain.prior import NormalPrior, RankPrior
@@ -34,6 +35,7 @@ __all__ = [
     "FitResult",
     "FormTogether",
     "Likelihood",
+    "Muon",
     "NormalPrior",
     "ParticleModel",
     "PlanReport",
@@ -74,6 +76,7 @@ _HOMES = {
     "errors": ("BayesTrainError",),
     "forming": ("FormTogether",),
     "layers": ("TTConv2d", "TTLinear", "calibrate"),
+    "muon": ("Muon",),
     "posterior": ("ParticleModel", "Posterior", "around", "independent"),
     "predict": ("ClassPrediction", "Classification", "Likelihood", "Regression", "RegressionPrediction"),
     "prior": ("NormalPrior", "RankPrior"),

@@ -15,7 +15,8 @@ from bayestrain.infer.particles import Particles, count
 LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
 """``log_density(particles, batch) -> (n,)``: one differentiable log density per particle, up to a constant."""
 
-MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]
+"""Called with names and tensors, which every torch optimiser takes as they are."""
 
 LOOK_EVERY = 50
 """Steps between looks at broken particles where a look makes the processor wait for the device."""
@@ -37,7 +38,7 @@ class Method(ABC):
         log_prior: a part of the log density that needs no batch and little memory, added to it: called once with all
             particles where `log_density` is called chunk by chunk.
         particles: where they start, ``{name: (n, ..)}``; copied.
-        optimizer: makes any torch optimiser for a list of tensors; the direction to climb is handed to it.
+        optimizer: makes any torch optimiser for a list of named tensors; the direction to climb is handed to it.
         carried: stacked tensors that belong to particles but are not moved by gradients; `log_density` gets them among
             the particles and may change them in place.
         scale: factor on the direction, for example ``1 / number of data`` to use learning rates known from mean losses.
@@ -82,7 +83,7 @@ class Method(ABC):
         self.chunk = chunk
         self.clip = clip
         self.make_optimizer = optimizer
-        self.optimizer = optimizer(list(self.particles.values()))
+        self.optimizer = optimizer(list(self.particles.items()))
         refuse_lbfgs(self.optimizer)
         self.steps = 0
         self._broken = torch.zeros(self.n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
@@ -177,7 +178,7 @@ class Method(ABC):
 
     def restart_optimizer(self) -> None:
         """Forget what the optimiser remembers."""
-        self.optimizer = self.make_optimizer(list(self.particles.values()))
+        self.optimizer = self.make_optimizer(list(self.particles.items()))
 
     @torch.no_grad()
     def keep_(self, indices: Sequence[int]) -> None:

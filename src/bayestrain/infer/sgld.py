@@ -6,7 +6,7 @@ very different sizes, so the step may be preconditioned by their running size as
 the term in the preconditioner's derivative, as they recommend).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,13 @@ class Langevin(torch.optim.Optimizer):
     """The optimiser that adds the noise. `scale` is the factor that the gradients were multiplied by."""
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float, temperature: float, scale: float, memory: float, seed: int
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        lr: float,
+        temperature: float,
+        scale: float,
+        memory: float,
+        seed: int,
     ) -> None:
         super().__init__(params, {"lr": lr})
         self.temperature, self.scale, self.memory = temperature, scale, memory
@@ -84,8 +90,8 @@ class SGLD(Method):
                 f"got lr={lr}, temperature={temperature}, memory={memory}."
             )
 
-        def make(tensors: Sequence[Tensor]) -> Langevin:
-            return Langevin(tensors, lr, temperature, scale, memory, seed)
+        def make(named: list[tuple[str, Tensor]]) -> Langevin:
+            return Langevin(named, lr, temperature, scale, memory, seed)
 
         super().__init__(log_density, particles, make, scale=scale, **options)
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer.method import refuse_lbfgs
+from bayestrain.infer.method import MakeOptimizer, refuse_lbfgs
 from bayestrain.posterior.joint import Joint
 
 CACHE = 48 << 20
@@ -70,11 +70,11 @@ def held_bytes(shapes: Sequence[Tensor], n: int, states: float) -> int:
     return int(n * sum(tensor.numel() * tensor.element_size() for tensor in shapes) * (2 + states))
 
 
-def optimizer_states(make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], device: torch.device) -> float:
+def optimizer_states(make: MakeOptimizer, device: torch.device) -> float:
     """How many numbers an optimiser keeps per weight, found by letting it take one step with a small tensor."""
     probe = torch.zeros(64, device=device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
-    optimizer = make([probe])
+    optimizer = make([("probe", probe)])
     refuse_lbfgs(optimizer)
     optimizer.step()
     kept = sum(

@@ -146,7 +146,7 @@ class Posterior(ParticleModel):
         """Move all particles, then every lambda.
 
         On a GPU, with an optimiser made for it, the step is captured in a CUDA graph once and replayed, which is many
-        times faster: ``Adam(tensors, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``. What is returned is then
+        times faster: ``Adam(named, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``. What is returned is then
         overwritten by the next step.
         """
         if self._estimate is None:
@@ -331,12 +331,12 @@ class Posterior(ParticleModel):
         return f"{super().__repr__()[:-1]}, {self.method.name})"
 
 
-def _adam(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+def _adam(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     """Adam, on a GPU one whose steps can be captured."""
-    device = tensors[0].device
+    device = named[0][1].device
     if device.type != "cuda":
-        return torch.optim.Adam(tensors, lr=1e-3)
-    return torch.optim.Adam(tensors, lr=torch.tensor(1e-3, device=device), capturable=True)
+        return torch.optim.Adam(named, lr=1e-3)
+    return torch.optim.Adam(named, lr=torch.tensor(1e-3, device=device), capturable=True)
 
 
 def _make_prior(model: nn.Module, num_data: int) -> Prior:

@@ -115,7 +115,7 @@ class FitConfig(Section):
     epochs: int = setting("passes over the training images while ranks are sought", at_least=1)
     batch_size: int = setting("images per step", at_least=1)
     optimizer: str = setting(
-        "the optimiser; not for posterior.method sgld, which is one", "adam", choices=("adam", "adamw", "sgd")
+        "the optimiser; not for posterior.method sgld, which is one", "adam", choices=("adam", "adamw", "sgd", "muon")
     )
     lr: float = setting("learning rate at its highest", above=0)
     weight_decay: float = setting("weight decay of the optimiser, beside the prior", 0.0, at_least=0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport
+from bayestrain.muon import Muon, muon_groups
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.train.config import FitConfig, PriorConfig
 
@@ -88,7 +89,13 @@ class Subject(ABC):
 
 
 def make_optimizer(
-    config: FitConfig, parameters: Sequence[Tensor], lr: float, capturable: bool = False
+    config: FitConfig,
+    named: Sequence[tuple[str, Tensor]],
+    lr: float,
+    *,
+    cores: frozenset[str] = frozenset(),
+    stacked: bool = False,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimiser that the config names; `capturable` for one whose steps can be captured in a CUDA graph.
 
@@ -97,13 +104,14 @@ def make_optimizer(
     rate: Tensor | float = lr
     fused = None
     if capturable:
-        rate, fused = torch.tensor(lr, dtype=torch.float32, device=parameters[0].device), True
+        rate, fused = torch.tensor(lr, dtype=torch.float32, device=named[0][1].device), True
+    if config.optimizer == "muon":
+        groups = muon_groups(named, cores, stacked=stacked)
+        return Muon(groups, rate, weight_decay=config.weight_decay, capturable=capturable)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
-        )
+        return torch.optim.SGD(named, rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, rate, weight_decay=config.weight_decay, capturable=capturable, fused=fused)
+    return kind(named, rate, weight_decay=config.weight_decay, capturable=capturable, fused=fused)
 
 
 def make_prior(
