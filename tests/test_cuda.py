@@ -205,8 +205,13 @@ def both_ways(
 @pytest.mark.usefixtures("same_kernels")
 @pytest.mark.parametrize(
     "changes",
-    [{"lr": 1e-2}, {"optimizer": "adamw", "weight_decay": 0.1}, {"optimizer": "sgd", "lr": 1e-3, "clip_norm": 1.0}],
-    ids=["adam", "adamw", "sgd"],
+    [
+        {"lr": 1e-2},
+        {"optimizer": "adamw", "weight_decay": 0.1},
+        {"optimizer": "sgd", "lr": 1e-3, "clip_norm": 1.0},
+        {"optimizer": "muon", "lr": 1e-3},
+    ],
+    ids=["adam", "adamw", "sgd", "muon"],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_captured_map_step_is_the_ordinary_step_bit_for_bit(changes: dict[str, Any], dtype: torch.dtype) -> None:
@@ -279,10 +284,10 @@ def convolutions() -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("same_kernels")
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 def test_a_resumed_map_run_ends_as_the_uninterrupted_one(optimizer: str, tmp_path: Path) -> None:
     train, whole, again = images(1050), convolutions(), convolutions()
-    config = settings(optimizer=optimizer, lr=1e-2 if optimizer == "adam" else 1e-3)
+    config = settings(optimizer=optimizer, lr=1e-3 if optimizer == "sgd" else 1e-2)
     options: dict[str, Any] = {
         "prior": bt.PriorConfig(warmup_epochs=1, align_every=4), "augment": jitter, "device": "cuda"
     }  # fmt: skip
@@ -296,7 +301,7 @@ def test_a_resumed_map_run_ends_as_the_uninterrupted_one(optimizer: str, tmp_pat
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
 def test_a_run_goes_on_on_another_device(devices: tuple[str, str], optimizer: str, tmp_path: Path) -> None:
     train, config = images(1000), settings(optimizer=optimizer, lr=1e-3)

@@ -35,9 +35,9 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("stop", [0, 2, 4, 5])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp_path: Path) -> None:
-    config = settings(optimizer=optimizer, lr=1e-2 if optimizer == "adam" else 1e-3)
+    config = settings(optimizer=optimizer, lr=1e-3 if optimizer == "sgd" else 1e-2)
     prior = bt.PriorConfig(warmup_epochs=1, align_every=4)
     whole = network()
     expected = bt.fit(whole, TRAIN, None, config, prior=prior, augment=jitter)

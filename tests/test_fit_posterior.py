@@ -88,6 +88,25 @@ def test_every_option_of_a_posterior_trains(posterior: dict[str, Any]) -> None:
             torch.testing.assert_close(found.particles[name], tensor, rtol=1e-3, atol=1e-3)
 
 
+def test_muon_knows_the_cores_of_particles(tmp_path: Path) -> None:
+    config = settings(optimizer="muon", clip_norm=1.0)
+    whole, result = trained(config=config)
+    losses = [line["train_loss"] for line in result.history[1:]]
+    assert losses[3] < losses[0]
+    assert result.history[-1]["params"] < result.history[0]["params"]
+    cores, rest = whole.method.optimizer.param_groups
+    assert cores["orthogonal"]
+    assert cores["stacked"]
+    names = {f"model.{layer}.cores.{k}" for layer, ranks in whole.ranks.items() for k in range(len(ranks) - 1)}
+    assert set(cores["param_names"]) == names
+    assert {*cores["param_names"], *rest["param_names"]} == set(whole.particles)
+    with pytest.raises((Interrupted, KeyboardInterrupt)):
+        trained(tmp_path, config, progress=StopAfter(2))
+    parts, _ = trained(tmp_path, config, resume=True)
+    for name, tensor in whole.particles.items():
+        assert torch.equal(parts.particles[name], tensor), name
+
+
 def test_given_ranks_stay_as_they_are() -> None:
     start = network()
     bt.compact_(start, 0.5)
