@@ -52,7 +52,7 @@ def test_a_core_moves_by_its_gradient_made_orthogonal() -> None:
     Muon(model, RATE).step()
     for core, old in zip(cores_of(model), before, strict=True):
         assert core.grad is not None
-        gradient, move = unfolded(core.grad.double()), unfolded((old - core.detach()).double() / RATE)
+        gradient, move = unfolded(core.grad.double()), unfolded((old - core.detach()).double() / (RATE * muon.SIZE))
         left, values, right = torch.linalg.svd(gradient, full_matrices=False)
         strong = values > 1e-2 * values[0]  # five rounds leave what is far weaker than the rest a little behind
         inside = left.mT @ move @ right.mT / move.shape[1] ** 0.5

@@ -23,6 +23,10 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 ROUNDS = 5
 
+SIZE = 0.2
+"""The root mean square of a step's entries, in learning rates: about that of Adam's steps, so that one rate suits both
+(Liu et al., 2025)."""
+
 SPACIOUS, WASTE = 4_000_000, 2
 """A stack of padded matrices may have so many entries (on a GPU, where few operations matter more than small ones), or
 so many times those of its cores; else there are several."""
@@ -52,7 +56,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: a model, or groups of parameters. Those of a group with ``orthogonal=True`` are cores,
             ``(left, modes.., right)``; with ``stacked=True`` there is one more dimension in front, of many alike.
-        lr: the root mean square of a step's entries, where Adam's are somewhat smaller.
+        lr: the learning rate, as for Adam: steps of cores are made as large as its steps are.
         momentum: of the cores.
         betas, eps: AdamW's, for the rest.
         weight_decay: for all, decoupled from the gradient.
@@ -193,9 +197,9 @@ class _Layout:
             places.append((matrix + (row * long + column if s.rows <= s.columns else column * long + row)).flatten())
             start += s.number
         self.places = torch.cat(places).to(device)
-        factors = [math.sqrt(s.long) for s in shapes for _ in range(s.number)]
+        factors = [SIZE * math.sqrt(s.long) for s in shapes for _ in range(s.number)]
         self.factors = torch.tensor(factors, device=device)[:, None, None]
-        """Rows of unit length become rows of entries with a root mean square of 1."""
+        """Rows of unit length become rows of entries with a root mean square of `SIZE`."""
 
     def orthogonal(self, flat: Tensor) -> Tensor:
         """The nearest matrices with orthonormal rows, roughly, times the factors."""
