@@ -71,8 +71,24 @@ def test_it_is_the_smallest_tolerance_that_leaves_so_few(share: float, features:
     wanted = round(least + share * (most - least))
     tol = bt.tolerance_for(model, wanted)
     assert rounded(model, tol) <= wanted
-    assert tol == 0.0 or by_spectra(model, tol * (1 - 1e-6)) > wanted
+    assert tol == 0.0 or by_spectra(model, tol * (1 - 1e-5)) > wanted
     assert tol <= bt.tolerance_for(model, least)
+
+
+def test_it_leaves_so_few_where_the_last_digits_differ() -> None:
+    """As on a GPU, which cut one index less than was promised by a CPU: another gauge rounds in another way."""
+    for seed in range(20):
+        model = network(seed=seed).double()
+        first, second = list(tt_layers(model)["0"].cores)[:2]
+        with torch.no_grad():
+            first[..., -1] *= 3e-7
+            fewer = bt.count_parameters(model) - first[..., -1].numel() - second[0].numel()
+            tol = bt.tolerance_for(model, fewer)
+            turn, _ = torch.linalg.qr(torch.randn(len(second), len(second), dtype=torch.float64))
+            first.copy_(first @ turn)
+            second.copy_(torch.einsum("rs,s...->r...", turn.mT, second))
+        assert 1e-9 < tol < 1e-6
+        assert rounded(model, tol) <= fewer, seed
 
 
 def test_the_model_is_not_changed() -> None:

@@ -16,6 +16,10 @@ LARGEST = 1.0 - 1e-9
 
 HALVINGS = 40
 
+MARGIN = 1e-6
+"""What is added to a tolerance, relatively: whoever rounds with it, on another device perhaps, finds singular values that
+differ in their last digits, and those of a nearly empty index have few digits in common."""
+
 
 @dataclass(frozen=True)
 class Roundable:
@@ -80,7 +84,7 @@ def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if size(middle) > parameters else (low, middle)
-    return high
+    return min(high * (1 + MARGIN), LARGEST)
 
 
 def relative_tails(values: Tensor) -> Tensor:

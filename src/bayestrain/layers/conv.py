@@ -188,7 +188,10 @@ class TTConv2d(TTLayer):
         self._note(plan)
         if len(kernels) == 1:
             return self._convolve(x, kernels[0], self.bias)
-        return F.conv2d(self._convolve(x, kernels[0], None), kernels[1], self.bias)
+        filtered = self._convolve(x, kernels[0], None)
+        # Autocast sees to the types by itself, but not of a bias within vmap on a GPU.
+        bias = None if self.bias is None else self.bias.to(filtered.dtype)
+        return F.conv2d(filtered, kernels[1].to(filtered.dtype), bias)
 
     def _prepare(self, x: Tensor, keep: bool = False) -> tuple[Plan, list[Tensor]]:
         """The plan for inputs like this one, and the kernels that it wants."""
