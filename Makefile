@@ -5,7 +5,7 @@ PEERS := .venv-peers/bin
 PEERS_INSTALLED := .venv-peers/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint results posteriors table bench bench-peers bench-gpu clean
+.PHONY: help demo test lint results posteriors experiments table bench bench-peers bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,7 @@ results: $(INSTALLED) ## run again what is under results/ and needs no GPU: one 
 	$(BIN)/python tools/run_seeds.py mnist --label x300 --seeds 0 1 2 --jobs 2 --target-ratio 300 \
 	  --set prior.weight=1.0 --set 'tensorize.modes.3=[[25,5,5],[1,2,5]]' --set fit.finetune_epochs=25
 	$(BIN)/python tools/run_seeds.py mnist --label dense --seeds 0 1 2 --jobs 2 --kind dense
+	$(BIN)/python tools/run_seeds.py mnist --label tensorized --seeds 0 1 2 --jobs 2 --kind tensorized
 	$(BIN)/python tools/run_seeds.py mnist --label paper --seeds 0 1 2 --jobs 2 --preset paper
 	$(BIN)/python benchmarks/compaction.py mnist
 	$(BIN)/python benchmarks/particles.py
@@ -37,6 +38,11 @@ posteriors: $(INSTALLED) ## run again the posteriors under results/: some minute
 	$(BIN)/python tools/run_seeds.py mnist --label svgd-50 --seeds 0 1 2 --particles 50 --set fit.batch_size=1024 \
 	  --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2 --set fit.compact_from=8 --set prior.warmup_epochs=6
 	$(BIN)/python benchmarks/particles.py --device cuda
+
+experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they want a large GPU, for some minutes each
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label x32 --seeds 0 1 2 --target-ratio 32
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label x16 --seeds 0 1 2 --target-ratio 15.8 --set fit.lr=3e-3 \
+	  --set prior.weight=0.5
 
 table: $(INSTALLED) ## write results/TABLE.md and its figures from what is under results/
 	$(BIN)/bayestrain table

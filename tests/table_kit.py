@@ -50,7 +50,7 @@ def all_kinds(results: Path) -> Path:
     sizes = {"params": 10_000, "ratio": 49.7}
     group(results, "zeta", [{"params": 5000}, {"params": 5200}, {"params": 5400}])
     group(results, "alpha", [{"params": 3000}, {"params": 3100}], settings={"weight = 1.0": "weight = 2.0"})
-    group(results, "aimed", [{**sizes}], settings={"[fit]": "[fit]\ntarget_ratio = 50.0"})
+    group(results, "aimed", [{**sizes}], settings={"target_ratio = 0.0": "target_ratio = 50.0"})
     group(results, "tt", [{"kind": "tensorized", "params": 27_235}])
     group(results, "plain", [{"kind": "dense", "params": 496_885}, {"kind": "dense", "params": 496_885}])
     several = [{"posterior": {**POSTERIOR, "mean_log_likelihood": value}} for value in (-0.05, -0.07)]

@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from table_kit import POSTERIOR, RESULTS, SVG, all_kinds, group, plain, rows
+from table_kit import POSTERIOR, RESULTS, SEED, SVG, all_kinds, group, plain, rows
 from typer.testing import CliRunner
 
 from bayestrain.cli.app import app
@@ -45,9 +45,14 @@ def test_a_line_has_mean_and_sample_deviation_over_its_seeds(full: Path) -> None
     assert zeta["parameters"] == "5,200 ± 200"
     each = [496_885 / params for params in (5000, 5200, 5400)]
     assert zeta["ratio"] == f"{statistics.fmean(each):.1f} ± {statistics.stdev(each):.1f}×"
-    assert zeta["accuracy"] == "98.73 %"  # the same for all seeds
+    like = json.loads((SEED / "result.json").read_text())
+    assert zeta["accuracy"] == f"{100 * like['accuracy']:.2f} %"  # the same for all seeds
     assert (zeta["inferred by"], zeta["preset"], zeta["prior weight"], zeta["target"]) == ("MAP", "default", "1", "–")
-    assert (zeta["training"], zeta["epochs"], zeta["seeds"]) == ("552 s, cpu", "95", "3")
+    assert (zeta["training"], zeta["epochs"], zeta["seeds"]) == (
+        f"{like['seconds']:.0f} s, {like['device']}",
+        "95",
+        "3",
+    )
     assert zeta["particles' mean"] == "–"
     assert found["alpha"]["prior weight"] == "2"
     assert found["aimed"]["target"] == "50×"

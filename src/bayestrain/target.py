@@ -17,8 +17,8 @@ LARGEST = 1.0 - 1e-9
 HALVINGS = 40
 
 MARGIN = 1e-6
-"""What is added to a tolerance, relatively: whoever rounds with it, on another device perhaps, finds singular values that
-differ in their last digits, and those of a nearly empty index have few digits in common."""
+"""What is added to a tolerance, relatively: whoever rounds with it, on another device perhaps, finds singular values
+that differ in their last digits, and those of a nearly empty index have few digits in common."""
 
 
 @dataclass(frozen=True)
