@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,42 +55,6 @@ def test_particles_with_large_convolutions_go_one_by_one_to_the_same_end() -> No
     assert alone.estimate_memory(x, y).chunk == 1
     for name, tensor in alone.carried.items():
         torch.testing.assert_close(tensor, together.carried[name], rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_particles_side_by_side_step_as_one_after_the_other(captured: bool) -> None:
-    """Chunks on streams of their own, in a CUDA graph too: the same steps, also where the last chunk is a small one."""
-
-    def build() -> nn.Module:
-        model = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1),
-            nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10),
-        ).double()  # fmt: skip
-        bt.tensorize_(model, bt.TensorizeConfig(max_rank=4), lambda _, name: name != "0")
-        return model
-
-    def optimizer(named: Any) -> torch.optim.Optimizer:
-        if not captured:
-            return torch.optim.SGD(named, lr=1e-2, momentum=0.9)
-        rate = torch.tensor(1e-2, dtype=torch.float64, device="cuda")
-        return torch.optim.Adam(named, lr=rate, capturable=True)
-
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 3, 8, 8, device="cuda").double(), torch.randint(10, (64,), device="cuda")
-    apart, together = (
-        bt.Posterior([net.cuda() for net in bt.independent(build, 7)], 640, chunk=2, optimizer=optimizer)
-        for _ in range(2)
-    )
-    assert together.estimate_memory(x, y).lanes == 4
-    apart.estimate_memory(x, y)
-    apart.method.lanes = 1
-    for _ in range(12):
-        a, b = apart.step(x, y), together.step(x, y)
-        torch.testing.assert_close(a.log_likelihood, b.log_likelihood, rtol=1e-8, atol=1e-8)
-    assert (together.capture.recorded is not None) == captured
-    for group in ("particles", "carried"):
-        for name, tensor in getattr(apart, group).items():
-            torch.testing.assert_close(tensor, getattr(together, group)[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

@@ -11,8 +11,7 @@ from torch import nn
 
 import bayestrain as bt
 from bayestrain.errors import ConfigError
-from bayestrain.posterior import MemoryEstimate, Posterior, independent, memory
-from bayestrain.posterior.memory import LANES, lanes_for
+from bayestrain.posterior import Posterior, independent, memory
 
 
 def wide() -> nn.Module:
@@ -154,26 +153,3 @@ def test_a_step_takes_no_more_particles_at_once_than_the_libraries_can() -> None
 
     estimate = plan(20, 0, 0, Activations(1, MOST_ENTRIES // 7), torch.device("cpu"), None)
     assert estimate.chunk == 7
-
-
-def test_lanes_are_as_many_as_there_are_chunks_and_as_fit() -> None:
-    assert lanes_for(20, 1, 100, None) == LANES
-    assert lanes_for(20, 1, 100, 250) == 2
-    assert lanes_for(20, 10, 100, 10**6) == 2
-    assert lanes_for(20, 20, 100, 10**6) == 1
-    assert lanes_for(20, 1, 100, 50) == 1  # refused elsewhere if it does not fit at all
-    estimate = MemoryEstimate(5, 1000, 100, 2, 10**6, lanes=4)
-    assert (estimate.at_once, estimate.total) == (5, 1500)
-    assert "500 bytes for activations of 5 particles at a time" in str(estimate)
-
-
-def test_lanes_are_for_gpus_and_change_nothing_elsewhere() -> None:
-    x, y = batch()
-    plain, laned = (Posterior(independent(wide, 5), 100, chunk=2) for _ in range(2))
-    assert laned.estimate_memory(x, y).lanes == 1
-    laned.method.lanes = 3
-    for _ in range(3):
-        plain.step(x, y)
-        laned.step(x, y)
-    for name, tensor in plain.particles.items():
-        assert torch.equal(laned.particles[name], tensor), name

@@ -2,8 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -82,9 +81,6 @@ class Method(ABC):
             raise ShapeError(f"There are {self.n} particles but carried tensors for {count(self.carried)}.")
         self.scale = scale
         self.chunk = chunk
-        self.lanes = 1
-        """How many chunks a GPU works on side by side: kernels that leave it half idle fill each other's gaps."""
-        self._streams: list[torch.cuda.Stream] = []
         self.clip = clip
         self.make_optimizer = optimizer
         self.optimizer = optimizer(list(self.particles.items()))
@@ -141,41 +137,20 @@ class Method(ABC):
         gradients: dict[str, Tensor] = {}
         if self.log_prior is not None:
             before, gradients = self._gradients(slice(0, self.n), self.log_prior)
-        elif size < self.n:
-            gradients = {name: torch.zeros_like(tensor, requires_grad=False) for name, tensor in self.particles.items()}
         values: list[Tensor] = []
-        with self._side_by_side() as lane:
-            for number, start in enumerate(range(0, self.n, size)):
-                part = slice(start, min(start + size, self.n))
-                with lane(number):
-                    value, found = self._gradients(part, lambda tensors: self.log_density(tensors, batch))
-                    values.append(value)
-                    for name, gradient in found.items():
-                        if name in gradients:
-                            gradients[name][part] += gradient
-                        else:
-                            gradients[name] = gradient
+        for start in range(0, self.n, size):
+            part = slice(start, min(start + size, self.n))
+            value, found = self._gradients(part, lambda tensors: self.log_density(tensors, batch))
+            values.append(value)
+            for name, gradient in found.items():
+                if self.log_prior is not None:
+                    gradients[name][part] += gradient
+                elif size == self.n:
+                    gradients[name] = gradient
+                else:
+                    gradients.setdefault(name, torch.empty_like(self.particles[name]))[part] = gradient
         joined = torch.cat(values)
         return joined if before is None else joined + before, gradients
-
-    @contextmanager
-    def _side_by_side(self) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-        """Gives, per chunk, the stream it is to run on; they begin where the current one is, which then waits for all.
-
-        What is shared by the chunks must be there before: memory that one stream frees may be reused by it at once.
-        """
-        device = self._broken.device
-        if device.type != "cuda" or self.lanes == 1 or self.chunk is None or self.chunk >= self.n:
-            yield lambda _: nullcontext()
-            return
-        while len(self._streams) < self.lanes:
-            self._streams.append(torch.cuda.Stream(device))
-        streams, current = self._streams[: self.lanes], torch.cuda.current_stream(device)
-        for stream in streams:
-            stream.wait_stream(current)
-        yield lambda number: torch.cuda.stream(streams[number % len(streams)])
-        for stream in streams:
-            current.wait_stream(stream)
 
     def _gradients(
         self, part: slice, density: Callable[[dict[str, Tensor]], Tensor]

@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +36,6 @@ FEW = 1024
 PART = 8
 """One in so many inputs is tried, to see how much memory all would take."""
 
-LANES = 4
-"""So many chunks of particles a GPU works on side by side, if they fit."""
-
 RESERVE = 0.9
 """Part of the free memory that a run may plan with."""
 
@@ -46,31 +43,24 @@ RESERVE = 0.9
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes that training will take: parameters, gradients and the optimiser's state of all particles, and activations
-    of as many particles as go through the network at once: `chunk` of them together, in `lanes` side by side.
-    `available` is what is free, None if unknown."""
+    of as many particles as go through the network at once (`chunk`). `available` is what is free, None if unknown."""
 
     particles: int
     held: int
     per_particle: int
     chunk: int
     available: int | None
-    lanes: int = 1
-
-    @property
-    def at_once(self) -> int:
-        """Particles whose activations are there at the same time."""
-        return min(self.chunk * self.lanes, self.particles)
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.held + self.at_once * self.per_particle
+        return self.held + self.chunk * self.per_particle
 
     def __str__(self) -> str:
         free = "" if self.available is None else f" of {_size(self.available)} free"
         return (
             f"{self.particles} particles need about {_size(self.total)}{free}: {_size(self.held)} for weights, "
-            f"gradients and the optimiser, {_size(self.at_once * self.per_particle)} for activations of {self.at_once} "
+            f"gradients and the optimiser, {_size(self.chunk * self.per_particle)} for activations of {self.chunk} "
             "particles at a time"
         )
 
@@ -208,8 +198,7 @@ def plan(
         chunk = max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1)))
     estimate = MemoryEstimate(n, held, per_particle, min(chunk, n), available)
     if free is None or available is None or estimate.chunk * per_particle <= free:
-        lanes = lanes_for(n, estimate.chunk, per_particle, free) if device.type == "cuda" else 1
-        return replace(estimate, lanes=lanes)
+        return estimate
     if free >= per_particle:
         advice = f"Use chunk={max(1, free // max(per_particle, 1))}, or leave chunk out."
     else:
@@ -217,12 +206,6 @@ def plan(
         most = int((available * RESERVE + allocated - per_particle) // max(each, 1))
         advice = f"Use at most {most} particles." if most >= 2 else "Use smaller batches, or a smaller network."
     raise ConfigError(f"This cannot fit: {estimate}. {advice}")
-
-
-def lanes_for(n: int, chunk: int, per_particle: int, free: int | None) -> int:
-    """How many chunks can run side by side: as many as there are and as fit, but no more than `LANES`."""
-    fitting = LANES if free is None else free // max(chunk * per_particle, 1)
-    return max(1, min(LANES, -(-n // chunk), fitting))
 
 
 def _size(count: float) -> str:

@@ -201,7 +201,7 @@ class Posterior(ParticleModel):
         self.joint.alone = self._goes_alone(needed)
         chunk = self._chunk or (1 if self.joint.alone else None)
         self._estimate = plan(len(self), held, allocated, needed, self.device, chunk)
-        self.method.chunk, self.method.lanes = self._estimate.chunk, self._estimate.lanes
+        self.method.chunk = self._estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
         return self._estimate
 
