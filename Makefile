@@ -23,7 +23,7 @@ lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-results: $(INSTALLED) ## run again what is under results/ and needs no GPU: one or two hours on two cores
+results: $(INSTALLED) ## run again the MNIST lines under results/: minutes on a GPU, one or two hours on two cores
 	$(BIN)/python tools/run_seeds.py mnist --seeds 0 1 2 3 4 --jobs 2
 	$(BIN)/python tools/run_seeds.py mnist --label x300 --seeds 0 1 2 --jobs 2 --target-ratio 300 \
 	  --set prior.weight=1.0 --set 'tensorize.modes.3=[[25,5,5],[1,2,5]]' --set fit.finetune_epochs=25

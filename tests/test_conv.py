@@ -45,6 +45,15 @@ class ConvKit(LayerKit):
         assert recorder.convolutions == [torch.bfloat16] * self.steps
         assert set(recorder.products) == {torch.float32}, "the kernel is formed in the precision of the cores"
 
+    def test_takes_an_input_that_autocast_has_lowered_within_vmap_too(self) -> None:
+        layer, x = self.make_layer(dtype=torch.float32), self.make_input(dtype=torch.float32).bfloat16()
+        particles = {name: torch.stack([p.detach(), p.detach()]) for name, p in layer.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            both = torch.vmap(lambda tensors: torch.func.functional_call(layer, tensors, (x,)))(particles)
+            alone = layer(x)
+        for one in both:
+            torch.testing.assert_close(one.float(), alone.float(), rtol=0.05, atol=0.05)
+
 
 class TestKernelFormed(ConvKit):
     channels, max_rank, steps = 6, 20, 1

@@ -209,7 +209,7 @@ def both_ways(
         {"lr": 1e-2},
         {"optimizer": "adamw", "weight_decay": 0.1},
         {"optimizer": "sgd", "lr": 1e-3, "clip_norm": 1.0},
-        {"optimizer": "muon", "lr": 1e-3},
+        {"optimizer": "muon", "lr": 1e-3, "weight_decay": 0.1},
     ],
     ids=["adam", "adamw", "sgd", "muon"],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain import muon
 from bayestrain.errors import ConfigError
-from bayestrain.muon import Muon, core_names, muon_groups
+from bayestrain.muon import Muon, muon_groups
 from bayestrain.sizes import tt_layers
 
 RATE = 1e-2
@@ -43,6 +46,10 @@ def unfolded(core: Tensor) -> Tensor:
 
 def cores_of(model: nn.Module) -> list[Tensor]:
     return [core for layer in tt_layers(model).values() for core in layer.cores]
+
+
+def core_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if ".cores." in f".{name}"}
 
 
 def test_a_core_moves_by_its_gradient_made_orthogonal() -> None:
@@ -96,12 +103,11 @@ def test_cores_do_not_mind_what_shares_their_stack(room: int) -> None:
 
 def test_stacked_cores_move_each_as_if_alone() -> None:
     models = [network(seed) for seed in range(3)]
-    names = core_names(models[0])
     stacked = {
         name: torch.stack([model.get_parameter(name).detach() for model in models]).requires_grad_()
         for name, _ in models[0].named_parameters()
     }
-    together = Muon(muon_groups(stacked.items(), names, stacked=True), RATE)
+    together = Muon(muon_groups(stacked.items(), models[0]), RATE)
     apart = [Muon(model, RATE) for model in models]
     for seed in range(3):
         for model in models:
@@ -157,13 +163,153 @@ def test_a_model_without_tensor_trains_is_trained_by_adamw_alone() -> None:
 
 def test_a_model_that_is_one_tensor_train() -> None:
     layer = network()[5]
-    assert core_names(layer) == {name for name, _ in layer.named_parameters() if name.startswith("cores.")}
+    cores, rest = muon_groups(layer.named_parameters(), layer)
+    assert (cores["orthogonal"], rest["orthogonal"]) == (True, False)
+    assert [name for name, _ in rest["params"]] == ["bias"]
+
+
+def test_a_core_is_found_by_whatever_name_it_has() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alias = nn.ParameterList()
+            self.net = network()
+            self.alias.append(self.net[3].cores[1])  # the name that named_parameters() will know it by
+
+    model = Twice()
+    cores, _ = Muon(model).param_groups
+    assert {id(p) for p in cores["params"]} == {id(core) for core in cores_of(model)}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    assert names["alias.0"] is names["net.3.cores.1"]
+    assert "alias.0" in cores["param_names"]
+
+
+def test_particles_of_a_posterior_are_known_by_their_names() -> None:
+    posterior = bt.Posterior(
+        bt.independent(network, 3), 100, optimizer=lambda named: bt.Muon(bt.muon_groups(named, network()), 1e-3)
+    )
+    cores, rest = posterior.method.optimizer.param_groups
+    assert (cores["orthogonal"], cores["stacked"], rest["orthogonal"]) == (True, True, False)
+    assert set(cores["param_names"]) == {f"model.{name}" for name in core_names(network())}
+    x, y = torch.randn(8, 3, 6, 6), torch.randint(12, (8,))
+    before = float(posterior.step(x, y).log_likelihood.mean())
+    for _ in range(20):
+        seen = posterior.step(x, y)
+    assert float(seen.log_likelihood.mean()) > before
+
+
+@pytest.mark.parametrize("params", ["parameters", "named_parameters"])
+def test_parameters_that_may_be_cores_or_not_are_refused(params: str) -> None:
+    """What `torch.optim.Muon` takes would here train all by AdamW, without a word."""
+    with pytest.raises(ConfigError, match=r"which parameters are cores.*Muon\(model\)"):
+        Muon(getattr(network(), params)())
+
+
+def test_what_has_not_the_shape_of_a_core_is_refused() -> None:
+    optimizer = Muon(network())
+    held = len(optimizer.param_groups)
+    with pytest.raises(ConfigError, match=r"stacked=False at least 2 dimensions; there is one of shape \(3,\)"):
+        optimizer.add_param_group({"params": [("odd", torch.zeros(3, requires_grad=True))], "orthogonal": True})
+    assert len(optimizer.param_groups) == held
+
+
+def test_a_core_without_gradients_any_more_comes_to_rest() -> None:
+    """Its momentum fades; steps of full size along what is left of it would end in infinities."""
+    torch.manual_seed(0)
+    core = torch.randn(6, 5, 7, requires_grad=True)
+    optimizer = Muon([{"params": [core], "orthogonal": True}], 1e-3)
+    core.grad = torch.randn_like(core)
+    optimizer.step()
+    core.grad = torch.zeros_like(core)
+    for _ in range(1000):
+        optimizer.step()
+    resting = core.detach().clone()
+    for _ in range(2000):
+        optimizer.step()
+    assert core.isfinite().all()
+    assert torch.equal(core, resting)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_steps_like_the_original(copied: Callable[[Muon], Muon]) -> None:
+    core, bias = torch.ones(2, 3, 4, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = Muon([{"params": [core], "orthogonal": True}, {"params": [bias]}], RATE, weight_decay=0.1)
+    for tensor in (core, bias):
+        tensor.grad = torch.randn_like(tensor)
+    optimizer.step()
+    other = copied(optimizer)
+    twins = [p for group in other.param_groups for p in group["params"]]
+    for twin, tensor in zip(twins, (core, bias), strict=True):
+        assert twin is not tensor
+        assert tensor.grad is not None
+        twin.grad = tensor.grad.clone()
+    optimizer.step()
+    other.step()
+    for twin, tensor in zip(twins, (core, bias), strict=True):
+        assert torch.equal(twin, tensor)
+
+
+def test_layouts_are_made_once_per_group_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    start = muon._Layout.__init__
+
+    def counting(self: muon._Layout, shapes: Any, device: torch.device) -> None:
+        made.append(shapes)
+        start(self, shapes, device)
+
+    monkeypatch.setattr(muon._Layout, "__init__", counting)
+    cores = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(12)]
+    optimizer = Muon([{"params": [core], "orthogonal": True, "lr": 1e-3} for core in cores])
+    for core in cores:
+        core.grad = torch.randn_like(core)
+    for _ in range(5):
+        optimizer.step()
+    assert len(made) == len(cores)
+
+
+def test_steps_are_those_of_torchs_muon_on_a_matrix() -> None:
+    torch.manual_seed(0)
+    ours = torch.randn(6, 9, requires_grad=True)
+    start = ours.detach().clone()
+    theirs = start.clone().requires_grad_()
+    one = Muon([{"params": [ours], "orthogonal": True}], RATE, weight_decay=0.1)
+    other = torch.optim.Muon([theirs], RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        ours.grad = torch.randn(6, 9)
+        theirs.grad = ours.grad.clone()
+        one.step()
+        other.step()
+    moved = (ours - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved  # theirs computes in bfloat16
+
+
+def test_autocast_does_not_lower_the_steps_of_particles() -> None:
+    seen = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().step(closure)
+
+    posterior = bt.Posterior(
+        bt.independent(lambda: nn.Linear(12, 6), 3), 100, optimizer=lambda named: Looking(named, 1e-3)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        posterior.step(torch.randn(8, 12), torch.randint(6, (8,)))
+    assert seen[-1] is False
 
 
 def test_a_closure_is_called_and_its_loss_returned() -> None:
     model = network()
-    backward(model)
-    assert Muon(model).step(lambda: 2.5) == 2.5
+    optimizer = Muon(model)
+
+    def loss() -> float:
+        backward(model)
+        return 2.5
+
+    before = [p.detach().clone() for p in model.parameters()]
+    assert optimizer.step(loss) == 2.5
+    assert not any(torch.equal(p, old) for p, old in zip(cores_of(model), before, strict=False))
 
 
 def test_a_step_after_a_cut_goes_on_with_the_momentum_of_the_kept_indices() -> None:

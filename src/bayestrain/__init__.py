@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bayestrain.errors import BayesTrainError
     from bayestrain.forming import FormTogether
     from bayestrain.layers import TTConv2d, TTLinear, calibrate
-    from bayestrain.muon import Muon
+    from bayestrain.muon import Muon, muon_groups
     from bayestrain.posterior import ParticleModel, Posterior, around, independent
     from bayestrain.predict import Classification, ClassPrediction, Likelihood, Regression, RegressionPrediction
     from bayestrain.prior import NormalPrior, RankPrior
@@ -61,6 +61,7 @@ __all__ = [
     "load_model",
     "load_posterior",
     "models",
+    "muon_groups",
     "plan_report",
     "predict",
     "ranks",
@@ -76,7 +77,7 @@ _HOMES = {
     "errors": ("BayesTrainError",),
     "forming": ("FormTogether",),
     "layers": ("TTConv2d", "TTLinear", "calibrate"),
-    "muon": ("Muon",),
+    "muon": ("Muon", "muon_groups"),
     "posterior": ("ParticleModel", "Posterior", "around", "independent"),
     "predict": ("ClassPrediction", "Classification", "Likelihood", "Regression", "RegressionPrediction"),
     "prior": ("NormalPrior", "RankPrior"),

@@ -1,4 +1,4 @@
-"""Muon, an optimiser: the cores of tensor trains move along orthogonalised momentum, everything else as with Adam.
+"""Muon, an optimiser: the cores of tensor trains move along orthogonalised momentum, everything else as with AdamW.
 
 A core is a matrix, its left rank and modes against its right rank or the other way about, and what gradients do to it
 is mostly along a few directions of that matrix. Muon (Jordan et al., 2024) takes the momentum's nearest matrix with
@@ -23,6 +23,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 ROUNDS = 5
 
+EMPTY = 1e-7
+"""Momentum of a smaller norm makes smaller steps: what gets no gradient any more comes to rest."""
+
 SIZE = 0.2
 """The root mean square of a step's entries, in learning rates: about that of Adam's steps, so that one rate suits both
 (Liu et al., 2025)."""
@@ -32,30 +35,31 @@ SPACIOUS, WASTE = 4_000_000, 2
 so many times those of its cores; else there are several."""
 
 
-def core_names(model: nn.Module) -> frozenset[str]:
-    """The names of all parameters that are cores."""
-    return frozenset(
-        f"{layer}.cores.{k}".lstrip(".") for layer, found in tt_layers(model).items() for k in range(len(found.cores))
-    )
+def muon_groups(named: Iterable[tuple[str, Tensor]], model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups for `Muon`: cores, and the rest.
 
-
-def muon_groups(
-    named: Iterable[tuple[str, Tensor]], cores: frozenset[str], *, stacked: bool = False
-) -> list[dict[str, Any]]:
-    """Parameter groups for `Muon`: those with a name among `cores`, and the rest; `stacked` if each is many in one."""
-    both: tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]] = ([], [])
+    Args:
+        named: the parameters of `model` with their names, or those of particles of it, as a `Posterior` has them.
+        model: tells which of these are cores.
+    """
+    cores = {id(core) for layer in tt_layers(model).values() for core in layer.cores}
+    dims = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False) if id(p) in cores}
+    groups: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
-        both[name not in cores].append((name, tensor))
-    groups = [{"params": both[0], "orthogonal": True, "stacked": stacked}, {"params": both[1], "orthogonal": False}]
-    return [group for group in groups if group["params"]]
+        own = dims.get(name, dims.get(name.removeprefix("model.")))  # so particles are called
+        groups.setdefault((own is not None, own is not None and tensor.ndim > own), []).append((name, tensor))
+    return [
+        {"params": members, "orthogonal": orthogonal, "stacked": stacked}
+        for (orthogonal, stacked), members in sorted(groups.items(), reverse=True)
+    ]
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for the cores of a model's tensor trains, AdamW for its other parameters.
 
     Args:
-        params: a model, or groups of parameters. Those of a group with ``orthogonal=True`` are cores,
-            ``(left, modes.., right)``; with ``stacked=True`` there is one more dimension in front, of many alike.
+        params: a model, or groups of parameters as from `muon_groups`. Those of a group with ``orthogonal=True`` are
+            cores, ``(left, modes.., right)``; with ``stacked=True`` there are many alike, along a dimension in front.
         lr: the learning rate, as for Adam: steps of cores are made as large as its steps are.
         momentum: of the cores.
         betas, eps: AdamW's, for the rest.
@@ -78,20 +82,43 @@ class Muon(torch.optim.Optimizer):
             raise ConfigError(f"momentum must be at least 0 and less than 1, got {momentum}.")
         if isinstance(params, nn.Module):
             trained = ((name, tensor) for name, tensor in params.named_parameters() if tensor.requires_grad)
-            params = muon_groups(trained, core_names(params))
-        place = lr.device if isinstance(lr, Tensor) else "cpu"
-        self._adam = torch.optim.AdamW(
-            [torch.zeros(1, device=place)],
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            capturable=capturable,
-            fused=capturable or None,
-        )
+            groups = muon_groups(trained, params)
+        else:
+            groups = list(params)
+        if not all(isinstance(group, dict) for group in groups):
+            raise ConfigError(
+                "Muon must know which parameters are cores of tensor trains. Give it the model, as in Muon(model), or "
+                "muon_groups(named, model), where named are names and parameters of the model or of particles."
+            )
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": capturable,
+            "fused": capturable or None,
+        }  # fmt: skip
         own = {"momentum": momentum, "orthogonal": False, "stacked": False}
-        super().__init__(params, {**self._adam.defaults, **own})
-        self._layouts: dict[Any, list[tuple[list[int], _Layout]]] = {}
+        super().__init__(groups, {**_adamw(defaults).defaults, **own})
+        self._prepare()
+
+    def _prepare(self) -> None:
+        known = ("lr", "betas", "eps", "weight_decay", "capturable", "fused")
+        self._adam = _adamw({key: self.defaults[key] for key in known})
+        self._layouts: dict[int, tuple[Any, list[tuple[list[int], _Layout]]]] = {}
+        """Per group of parameters, the shapes and devices of now, and how their cores are laid out."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()  # a copy has none of it
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; those of a group with ``orthogonal=True`` must have the shape of cores."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        least = 2 + group["stacked"]
+        if group["orthogonal"] and (odd := [tuple(p.shape) for p in group["params"] if p.ndim < least]):
+            self.param_groups.pop()
+            raise ConfigError(
+                f"A core has a left and a right rank, so with stacked={group['stacked']} at least {least} dimensions; "
+                f"there is one of shape {odd[0]}."
+            )
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -107,12 +134,12 @@ class Muon(torch.optim.Optimizer):
         self._adam.state = self.state
         self._adam.param_groups = [group for group in self.param_groups if not group["orthogonal"]]
         self._adam.step()
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             if group["orthogonal"]:
-                self._move_cores(group)
+                self._move_cores(number, group)
         return loss
 
-    def _move_cores(self, group: dict[str, Any]) -> None:
+    def _move_cores(self, number: int, group: dict[str, Any]) -> None:
         cores = [core for core in group["params"] if core.grad is not None]
         if not cores:
             return
@@ -126,22 +153,29 @@ class Muon(torch.optim.Optimizer):
         lr = group["lr"]
         if group["weight_decay"]:
             torch._foreach_mul_(cores, 1 - lr * group["weight_decay"])
-        for members, layout in self._laid_out(cores, group["stacked"]):
+        for members, layout in self._laid_out(number, cores, group["stacked"]):
             some = [moves[i] for i in members]
             torch._foreach_sub_([cores[i] for i in members], pieces(layout.orthogonal(join(some)) * lr, some))
 
-    def _laid_out(self, cores: Sequence[Tensor], stacked: bool) -> list[tuple[list[int], _Layout]]:
+    def _laid_out(self, number: int, cores: Sequence[Tensor], stacked: bool) -> list[tuple[list[int], _Layout]]:
         """The cores' indices in groups, each with its layout; made anew when shapes have changed."""
-        key = (stacked, *((core.shape, core.device) for core in cores))
-        if key not in self._layouts:
-            if len(self._layouts) > 8:
-                self._layouts.clear()  # of shapes that a cut has ended
+        key = [(core.shape, core.device) for core in cores]
+        if number not in self._layouts or self._layouts[number][0] != key:
             shapes = [_matrices(core.shape, stacked) for core in cores]
-            packs = _packed(shapes, SPACIOUS if cores[0].is_cuda else 0)
-            self._layouts[key] = [
-                (members, _Layout([shapes[i] for i in members], cores[0].device)) for members in packs
-            ]
-        return self._layouts[key]
+            found = []
+            for device in dict.fromkeys(core.device for core in cores):
+                here = [i for i, core in enumerate(cores) if core.device == device]
+                for pack in _packed([shapes[i] for i in here], SPACIOUS if device.type == "cuda" else 0):
+                    members = [here[i] for i in pack]
+                    found.append((members, _Layout([shapes[i] for i in members], device)))
+            self._layouts[number] = key, found
+        return self._layouts[number][1]
+
+
+def _adamw(options: dict[str, Any]) -> torch.optim.AdamW:
+    """The one that moves the rest: it gets their groups and state at each step."""
+    lr = options["lr"]
+    return torch.optim.AdamW([torch.zeros(1, device=lr.device if isinstance(lr, Tensor) else "cpu")], **options)
 
 
 class _Matrices(NamedTuple):
@@ -204,7 +238,7 @@ class _Layout:
     def orthogonal(self, flat: Tensor) -> Tensor:
         """The nearest matrices with orthonormal rows, roughly, times the factors."""
         x = flat.new_zeros(math.prod(self.size)).index_copy_(0, self.places, flat).view(self.size)
-        x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + torch.finfo(x.dtype).tiny
+        x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_min(EMPTY)
         a, b, c = NEWTON_SCHULZ
         for _ in range(ROUNDS):
             gram = x @ x.mT

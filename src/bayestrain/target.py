@@ -20,6 +20,9 @@ MARGIN = 1e-6
 """What is added to a tolerance, relatively: whoever rounds with it, on another device perhaps, finds singular values
 that differ in their last digits, and those of a nearly empty index have few digits in common."""
 
+NOISE = 1e-14
+"""The same for tolerances that are hardly more than rounding."""
+
 
 @dataclass(frozen=True)
 class Roundable:
@@ -84,7 +87,7 @@ def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if size(middle) > parameters else (low, middle)
-    return min(high * (1 + MARGIN), LARGEST)
+    return min(high * (1 + MARGIN) + NOISE, LARGEST)
 
 
 def relative_tails(values: Tensor) -> Tensor:

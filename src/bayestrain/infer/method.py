@@ -120,7 +120,7 @@ class Method(ABC):
                 self.particles[name].grad = gradient
             self._broken += ~alive
             self._all_broken.copy_(~alive.any())
-        self.optimizer.step()
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return StepInfo(values, alive)
 

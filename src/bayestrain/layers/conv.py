@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayestrain import modes as mode_tools
 from bayestrain import tt
 from bayestrain.errors import ConversionError, ShapeError
-from bayestrain.layers.base import TTLayer, check_dense, own_precision, product_dtype
+from bayestrain.layers.base import TTLayer, autocasts, check_dense, own_precision, product_dtype
 from bayestrain.layers.planned import COMPILED_PLACES, machine, traced, transformed
 from bayestrain.layers.start import default_bias, start_variance
 from bayestrain.plans import ConvShape, Cost, Plan, Task, best_conv, conv_costs, dense_cost
@@ -189,9 +189,7 @@ class TTConv2d(TTLayer):
         if len(kernels) == 1:
             return self._convolve(x, kernels[0], self.bias)
         filtered = self._convolve(x, kernels[0], None)
-        # Autocast sees to the types by itself, but not of a bias within vmap on a GPU.
-        bias = None if self.bias is None else self.bias.to(filtered.dtype)
-        return F.conv2d(filtered, kernels[1].to(filtered.dtype), bias)
+        return F.conv2d(filtered, *_lowered(filtered, kernels[1], self.bias))
 
     def _prepare(self, x: Tensor, keep: bool = False) -> tuple[Plan, list[Tensor]]:
         """The plan for inputs like this one, and the kernels that it wants."""
@@ -247,6 +245,7 @@ class TTConv2d(TTLayer):
         padding: int | tuple[int, ...] | str = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._edge, mode=self.padding_mode), 0
+        kernel, bias = _lowered(x, kernel, bias)
         return F.conv2d(x, kernel, bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
@@ -265,6 +264,13 @@ def _channel_modes(size: int, modes: Sequence[int] | None, what: str) -> tuple[i
 
 def _pair(value: tuple[int, ...]) -> tuple[int, int]:
     return value[0], value[1]
+
+
+def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Kernel and bias in the type of an input that autocast has lowered before: within vmap it forgets to."""
+    if x.dtype == kernel.dtype or not autocasts(x):
+        return kernel, bias
+    return kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
 def _channels_last(x: Tensor) -> bool:

@@ -62,7 +62,8 @@ class Posterior(ParticleModel):
             ``(outputs, targets) -> log probability of each datum``.
         prior: makes the prior of one network; default ``RankPrior(model, num_data)``, or ``NormalPrior`` if the network
             has no tensor-train layer.
-        optimizer: makes the optimiser of the particles; default Adam with a learning rate of 1e-3. Not for "sgld".
+        optimizer: makes the optimiser of the particles from their names and tensors, as any of torch's takes them;
+            default Adam with a learning rate of 1e-3. Not for "sgld".
         kernel: SVGD's kernel (`infer.rbf`, `infer.imq`, or your own).
         chunk: particles that go through the network at once; None chooses by the memory there is. Same results.
         options: further arguments of the method, as `temperature` for "sgld".

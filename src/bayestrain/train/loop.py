@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from bayestrain.data import Images
 from bayestrain.errors import ConfigError, Interrupted, ParticleWarning, TrainingError
 from bayestrain.infer import imq, rbf
-from bayestrain.muon import core_names
 from bayestrain.posterior import Posterior
 from bayestrain.prior import Prior
 from bayestrain.sizes import tt_layers
@@ -134,10 +133,8 @@ def fit_posterior(
     def one_prior(model: nn.Module) -> Prior:
         return make_prior(settings, model, len(train), steps, search=search)
 
-    cores = frozenset(f"model.{name}" for name in core_names(models[0]))  # as a posterior names them
-
     def optimizer(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        return make_optimizer(config, named, config.lr, cores=cores, stacked=True, capturable=place.type == "cuda")
+        return make_optimizer(config, named, config.lr, model=models[0], capturable=place.type == "cuda")
 
     options: dict[str, Any] = {"optimizer": optimizer}
     if posterior.method == "sgld":

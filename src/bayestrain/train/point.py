@@ -17,7 +17,6 @@ from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
 from bayestrain.forming import FormTogether
 from bayestrain.infer.method import load_optimizer, set_lr
-from bayestrain.muon import core_names
 from bayestrain.prior import Prior, RankPrior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.target import dense_parameters, tolerance_for
@@ -56,9 +55,7 @@ class Point(Subject):
 
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        return make_optimizer(
-            self.config, named, lr, cores=core_names(self.model), capturable=self.device.type == "cuda"
-        )
+        return make_optimizer(self.config, named, lr, model=self.model, capturable=self.device.type == "cuda")
 
     def arrange(self, x: Tensor) -> Tensor:
         return channels_last(x) if self.channels_last else x

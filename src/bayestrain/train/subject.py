@@ -93,12 +93,12 @@ def make_optimizer(
     named: Sequence[tuple[str, Tensor]],
     lr: float,
     *,
-    cores: frozenset[str] = frozenset(),
-    stacked: bool = False,
+    model: nn.Module,
     capturable: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimiser that the config names; `capturable` for one whose steps can be captured in a CUDA graph.
+    """The optimiser that the config names, for parameters of `model` or of particles of it.
 
+    `capturable` is for one whose steps can be captured in a CUDA graph.
     Such a one is fused, for few kernels; of SGD's kinds it is the only one that reads the rate on the device.
     """
     rate: Tensor | float = lr
@@ -106,8 +106,7 @@ def make_optimizer(
     if capturable:
         rate, fused = torch.tensor(lr, dtype=torch.float32, device=named[0][1].device), True
     if config.optimizer == "muon":
-        groups = muon_groups(named, cores, stacked=stacked)
-        return Muon(groups, rate, weight_decay=config.weight_decay, capturable=capturable)
+        return Muon(muon_groups(named, model), rate, weight_decay=config.weight_decay, capturable=capturable)
     if config.optimizer == "sgd":
         return torch.optim.SGD(named, rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
