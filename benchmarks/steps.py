@@ -224,8 +224,8 @@ def svgd(folder: Path | None, device: str, compacting: bool, quick: bool) -> dic
         tensorize(model, config.tensorize)
         return model
 
-    def adam(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
-        return make_optimizer(config.fit, tensors, config.fit.lr, capturable=device == "cuda")
+    def adam(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return make_optimizer(config.fit, named, config.fit.lr, model=make(), capturable=device == "cuda")
 
     posterior = Posterior(
         [model.to(place) for model in independent(make, number)], len(train), optimizer=adam,
