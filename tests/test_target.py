@@ -75,19 +75,20 @@ def test_it_is_the_smallest_tolerance_that_leaves_so_few(share: float, features:
     assert tol <= bt.tolerance_for(model, least)
 
 
-def test_it_leaves_so_few_where_the_last_digits_differ() -> None:
+@pytest.mark.parametrize("share", [3e-7, 5e-11])
+def test_it_leaves_so_few_where_the_last_digits_differ(share: float) -> None:
     """As on a GPU, which cut one index less than was promised by a CPU: another gauge rounds in another way."""
     for seed in range(20):
         model = network(seed=seed).double()
         first, second = list(tt_layers(model)["0"].cores)[:2]
         with torch.no_grad():
-            first[..., -1] *= 3e-7
+            first[..., -1] *= share
             fewer = bt.count_parameters(model) - first[..., -1].numel() - second[0].numel()
             tol = bt.tolerance_for(model, fewer)
             turn, _ = torch.linalg.qr(torch.randn(len(second), len(second), dtype=torch.float64))
             first.copy_(first @ turn)
             second.copy_(torch.einsum("rs,s...->r...", turn.mT, second))
-        assert 1e-9 < tol < 1e-6
+        assert share / 1000 < tol < share * 10
         assert rounded(model, tol) <= fewer, seed
 
 

@@ -1,8 +1,8 @@
 """Muon, an optimiser: the cores of tensor trains move along orthogonalised momentum, everything else as with AdamW.
 
-A core is a matrix, its left rank and modes against its right rank or the other way about, and what gradients do to it
-is mostly along a few directions of that matrix. Muon (Jordan et al., 2024) takes the momentum's nearest matrix with
-orthonormal rows instead, so that all directions move alike. Small ranks gain from it: none of their few indices idles.
+A core is a matrix, its left rank and modes against its right rank or the other way about, and its gradient is often
+large along a few directions of that matrix. Muon (Jordan et al., 2024) takes the momentum's nearest matrix with
+orthonormal rows instead, so that all directions move alike.
 """
 
 from __future__ import annotations
