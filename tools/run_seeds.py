@@ -5,7 +5,8 @@
 
 Each run is a process of its own with one thread, so that two share two cores without getting in each other's way. A
 finished run is only gathered, one that was stopped goes on. Of a posterior, the first good seed keeps its answers
-to the test images too, for the figure of its uncertainty. Further arguments go to ``bayestrain train``.
+to the test images too, for the figure of its uncertainty. Further arguments go to ``bayestrain train``; ``{seed}`` in
+them is the seed, as in ``--map runs/cifar10-cnn-x16-seed{seed}``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def run(
         command = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
         resume = ["--resume"] if (out / "config.toml").exists() else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, "--out", str(out), "--quiet", *extra, *resume], env=environment, check=False)
+        own = [word.replace("{seed}", str(seed)) for word in extra]
+        done = subprocess.run([*command, "--out", str(out), "--quiet", *own, *resume], env=environment, check=False)
         if done.returncode:
             print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
             return None

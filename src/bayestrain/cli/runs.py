@@ -81,6 +81,12 @@ def check_own_config(folder: Path, config_file: Path | None) -> None:
         raise ConfigError(f"The run would overwrite your own {config_file}. Choose another --out, or rename it.")
 
 
+def check_elsewhere(folder: Path, point: Path | None) -> None:
+    """Refuse to overwrite the run that is to be the MAP point."""
+    if point is not None and point.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"The run would overwrite its own MAP point {point}. Choose another --out.")
+
+
 def check_begun(folder: Path) -> None:
     if not is_run(folder):
         raise ConfigError(f"There is nothing to resume in {folder}: no run was begun there. Leave --resume out.")

@@ -108,6 +108,15 @@ Particles = Annotated[
         metavar="N",
     ),
 ]
+Point = Annotated[
+    Path | None,
+    option(
+        "A finished run of the same settings with one network: the posterior's MAP point, which is then not trained.",
+        "--map",
+        panel=WHAT,
+        metavar="RUN",
+    ),
+]
 Seed = Annotated[int | None, option("Seed of every random choice; 0 if left out.", "--seed", panel=WHAT, metavar="N")]
 Out = Annotated[
     Path | None, option("Folder of the run; runs/NAME-seedN if left out.", "--out", panel=WHERE, metavar="DIR")
@@ -133,6 +142,7 @@ def train(
     target_ratio: TargetRatio = None,
     overrides: Overrides = None,
     particles: Particles = None,
+    point: Point = None,
     seed: Seed = None,
     out: Out = None,
     device: Device = "auto",
@@ -156,13 +166,14 @@ def train(
     else:
         runs.check_new(folder, overwrite)
         runs.check_own_config(folder, config)
+        runs.check_elsewhere(folder, point)
     used_device = devices.resolve(device)
     is_new = runs.make_writable(folder)
     if is_new:
         toml.save(chosen, folder / "config.toml")  # from here on there is something to resume
     try:
         with shown_progress(quiet or as_json, runs.first_record(folder) if resume else None) as progress:
-            result, report = run(chosen, folder, used_device, resume, progress)
+            result, report = run(chosen, folder, used_device, resume, progress, point)
     except (Interrupted, KeyboardInterrupt):
         print_error(f"stopped by Ctrl-C. {how_to_go_on(folder, device)}")
         raise typer.Exit(130) from None
@@ -175,7 +186,9 @@ def train(
         print(report if quiet else f"report: {report}")
 
 
-def run(config: RunConfig, folder: Path, device: str, resume: bool, progress: Progress) -> tuple[dict[str, Any], Path]:
+def run(
+    config: RunConfig, folder: Path, device: str, resume: bool, progress: Progress, point: Path | None = None
+) -> tuple[dict[str, Any], Path]:
     """Train and report; the result and the path of the report."""
     from bayestrain.report import write_report
     from bayestrain.train.experiment import rehearse, run_experiment
@@ -185,11 +198,12 @@ def run(config: RunConfig, folder: Path, device: str, resume: bool, progress: Pr
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     else:
         if not resume:
-            rehearse(config)  # what cannot be trained does not cost the run that is there
+            rehearse(config, point)  # what cannot be trained does not cost the run that is there
             runs.clear(folder)
         result = run_experiment(
-            config, folder, device=device, resume=runs.has_checkpoint(folder), progress=progress, command=command_line()
-        ).summary
+            config, folder, device=device, resume=runs.has_checkpoint(folder), progress=progress,
+            command=command_line(), point=point,
+        ).summary  # fmt: skip
     return result, write_report(folder, folder / "report.html")
 
 

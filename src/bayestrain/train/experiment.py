@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
 from bayestrain.posterior import Posterior, around, independent, retain_freed_memory
-from bayestrain.saved import load_model, load_posterior
+from bayestrain.saved import DESCRIPTION, WEIGHTS, load_model, load_posterior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
@@ -49,15 +50,53 @@ class Result:
 
 
 def run_experiment(
-    config: RunConfig, out: Path, *, device: str, resume: bool, progress: Progress, command: str
+    config: RunConfig,
+    out: Path,
+    *,
+    device: str,
+    resume: bool,
+    progress: Progress,
+    command: str,
+    point: Path | None = None,
 ) -> Result:
-    """Train as `config` says and fill the folder `out`."""
+    """Train as `config` says and fill the folder `out`; `point` is a finished run, a posterior's MAP point."""
+    if point is not None:
+        check_point(config, point)
     prepare_folder(config, out, resume)
     retain_freed_memory()
+    if point is not None and not (out / MAP / "result.json").exists():
+        _take_over(config, point, out / MAP, device, command)
     if config.posterior.particles and (config.posterior.compare_map or config.posterior.start == "jitter"):
         _run_map(config, out / MAP, device, progress, command)
     begun = (out / LAST).exists()  # a run that was stopped while its MAP point trained has nothing of its own yet
     return _run(config, out, device, resume and begun, progress, command, outside=config.posterior.particles > 0)
+
+
+def check_point(config: RunConfig, run: Path) -> None:
+    """Refuse a run that is not the finished MAP point of a posterior's settings."""
+    if not config.posterior.particles:
+        raise ConfigError("A MAP point that is there already is for a posterior: name the number of its --particles.")
+    if not (run / "result.json").exists():
+        raise ConfigError(f"{run} is no finished run, so it cannot be the MAP point. Finish it, or train without it.")
+    had = toml.load(run / "config.toml")
+    if had.posterior.particles:
+        raise ConfigError(f"{run} holds a posterior; its MAP point, if it has one, is {run / MAP}.")
+    changed = differences(dataclasses.replace(had, posterior=config.posterior), config)  # a point needs no such section
+    if changed:
+        raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
+
+
+def _take_over(config: RunConfig, run: Path, out: Path, device: str, command: str) -> None:
+    """Copy a finished run as the MAP point, and see what it says of the outside images, which it has not met."""
+    scratch = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    for name in ("environment.json", "history.jsonl", "spectra.json", "result.json", WEIGHTS, DESCRIPTION):
+        shutil.copyfile(run / name, scratch / name)
+    toml.save(config.replace("posterior", particles=0), scratch / "config.toml")
+    evaluate_run(scratch, device=device, command=command, with_outside=True)
+    shutil.rmtree(out, ignore_errors=True)  # one that was begun
+    scratch.rename(out)
 
 
 def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, command: str) -> None:
@@ -167,8 +206,11 @@ def _train(
     return fit_posterior(starts, material.train, evaluate, settings, config.posterior, **options)
 
 
-def evaluate_run(out: Path, *, device: str, command: str) -> Result:
-    """Evaluate a finished run again, its MAP point first: predictions, temperature, figures. Nothing is trained."""
+def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = False) -> Result:
+    """Evaluate a finished run again, its MAP point first: predictions, temperature, figures. Nothing is trained.
+
+    A run that met outside images meets them again, a MAP point also `with_outside`.
+    """
     if not (out / "result.json").exists():
         raise TrainingError(
             f"{out} is no finished run: it has no result.json. Finish it with bayestrain train --resume."
@@ -177,7 +219,7 @@ def evaluate_run(out: Path, *, device: str, command: str) -> Result:
         evaluate_run(out / MAP, device=device, command=command)
     config, place = toml.load(out / "config.toml"), torch.device(device)
     before = json.loads((out / "result.json").read_text())
-    material = load_material(config, with_outside=before.get("posterior") is not None)
+    material = load_material(config, with_outside=with_outside or before.get("posterior") is not None)
     network: Any = load_posterior(out).to(place) if config.posterior.particles else load_model(out).to(place)
     evaluation = evaluate_network(config, material, network, place)
     posterior = posterior_scores(config, evaluation, out / MAP)
@@ -210,8 +252,10 @@ def fit_settings(config: RunConfig) -> FitConfig:
     return fit
 
 
-def rehearse(config: RunConfig) -> None:
+def rehearse(config: RunConfig, point: Path | None = None) -> None:
     """Go through all that can fail before the first step, and leave no trace."""
+    if point is not None:
+        check_point(config, point)
     material = load_material(config, with_outside=config.posterior.particles > 0)
     _as_kind(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config)
     if config.fit.tensorboard:
