@@ -66,6 +66,7 @@ def test_the_paper_presets_have_the_papers_prior_and_start() -> None:
         config = toml.named(name, "paper")
         assert (config.prior.a, config.prior.b, config.prior.weight) == (1.0, 5.0, 1.0)
         assert (config.tensorize.max_rank, config.tensorize.init) == (max_rank, "paper")
+    assert toml.named("cifar10-resnet110", "paper").experiment.model == "resnet110_keras"
     modes = toml.named("mnist", "paper").tensorize.modes
     assert modes == {"1": ((7, 4, 7, 4), (5, 5, 5, 5)), "3": ((25, 25), (5, 2))}
 

@@ -66,6 +66,30 @@ def test_a_resnet_has_the_depth_it_is_asked_for() -> None:
         assert len(layers) == depth
 
 
+def test_blocks_that_start_at_zero_add_nothing_yet_but_learn() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 32, 32)
+    block = models.resnet_cifar(8, zero_start=True).get_submodule("stack1.0")
+    inside = torch.randn(4, 16, 8, 8)
+    torch.testing.assert_close(block(inside), inside.relu())
+    for start, same in ((True, True), (False, False)):
+        model = models.resnet_cifar(8, zero_start=start)
+        before = model(x)
+        nn.init.normal_(model.get_submodule("stack3.0.conv1").weight)
+        assert torch.equal(model(x), before) == same
+    names = [name for name, module in models.resnet110().named_modules() if isinstance(module, nn.BatchNorm2d)]
+    zero = [name for name in names if not models.resnet110().get_submodule(name).weight.any()]
+    assert zero == [name for name in names if name.endswith("bn2")]
+    assert len(zero) == 54
+    assert all(p.any() for name, p in models.resnet110_keras().named_parameters() if name.endswith("weight"))
+    model = models.resnet_cifar(8, zero_start=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert model.get_submodule("stack3.0.conv1").weight.grad.any()
+
+
 @pytest.mark.parametrize("depth", [2, 18, 109, -4])
 def test_a_depth_that_no_resnet_has_is_refused(depth: int) -> None:
     with pytest.raises(ConfigError, match=rf"depth 6 n \+ 2 \(8, 14, 20, \.\.\., 110\), not {depth}"):

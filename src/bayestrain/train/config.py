@@ -18,7 +18,12 @@ PRESETS = ("default", "paper")
 KINDS = ("low-rank", "tensorized", "dense")
 """The paper's three models: ranks are sought; all ranks stay; no tensor trains at all."""
 
-INPUTS = {"mnist_mlp": (1, 28, 28), "cifar10_cnn": (3, 32, 32), "resnet110": (3, 32, 32)}
+INPUTS = {
+    "mnist_mlp": (1, 28, 28),
+    "cifar10_cnn": (3, 32, 32),
+    "resnet110": (3, 32, 32),
+    "resnet110_keras": (3, 32, 32),
+}
 """The networks of `bayestrain.models`, and the images they take."""
 
 IMAGES = {"mnist-mini": (1, 28, 28), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
