@@ -19,11 +19,12 @@ from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.train import toml
 from bayestrain.train.config import PosteriorConfig, RunConfig
 from bayestrain.train.evaluation import evaluate_network
-from bayestrain.train.experiment import evaluate_run, run_experiment
+from bayestrain.train.experiment import run_experiment
 from bayestrain.train.material import load_material, outside_images
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.outcome import warnings_of
 from bayestrain.train.progress import Silent
+from bayestrain.train.reevaluation import evaluate_run
 
 DIGITS = data.load("mnist-mini")
 TRAIN = DIGITS.train.subset(range(1000))
@@ -195,8 +196,8 @@ def test_a_run_leaves_the_posterior_its_figures_and_the_map_point(run: Path) -> 
     assert (posterior["method"], posterior["particles"], posterior["start"]) == ("svgd", 3, "independent")
     assert len(posterior["particle_accuracy"]) == 3
     assert posterior["mean_log_likelihood"] <= posterior["uncalibrated"]["log_likelihood"]
-    assert posterior["temperature"] == posterior["calibrated"]["temperature"] != 1.0
-    assert result["ece"] == posterior["calibrated"]["ece"]
+    assert posterior["temperature"] == result["calibrated"]["temperature"] != 1.0
+    assert result["ece"] == result["calibrated"]["ece"]
     assert posterior["ood"]["name"] == "patches"
     assert (
         posterior["map"]["ood_auroc"]
@@ -236,65 +237,6 @@ def test_a_run_stopped_in_its_map_point_goes_on(run: Path, tmp_path: Path) -> No
     run_experiment(config(), folder, device="cpu", resume=True, progress=Silent(), command="a test")
     for name in ("posterior.safetensors", "evaluation.safetensors", "map/model.safetensors"):
         assert (folder / name).read_bytes() == (run / name).read_bytes(), name
-
-
-@pytest.fixture(scope="module")
-def point(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("point") / "run"
-    chosen = config("posterior.particles=0", 'posterior.outside="none"')
-    run_experiment(chosen, folder, device="cpu", resume=False, progress=Silent(), command="the point")
-    return folder
-
-
-def test_a_finished_run_is_taken_as_the_map_point(run: Path, point: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_experiment(config(), folder, device="cpu", resume=False, progress=Silent(), command="a test", point=point)
-    assert (folder / "posterior.safetensors").read_bytes() == (run / "posterior.safetensors").read_bytes()
-    trained, taken = (json.loads((place / "map" / "result.json").read_text()) for place in (run, folder))
-    assert taken["command"] == "the point"
-    assert taken["evaluated_again"]["command"] == "a test"
-    assert (folder / "map" / "config.toml").read_text() == (run / "map" / "config.toml").read_text()
-    assert {name.name for name in folder.iterdir()} == {name.name for name in run.iterdir()}
-    for key in ("accuracy", "log_likelihood", "ece", "posterior"):
-        assert taken[key] == trained[key], key
-
-
-def test_particles_start_around_a_finished_run(point: Path, tmp_path: Path) -> None:
-    chosen = config('posterior.start="jitter"', "posterior.jitter_epochs=1")
-    result = run_experiment(
-        chosen, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="", point=point
-    ).summary
-    assert result["ranks"] == json.loads((point / "result.json").read_text())["ranks"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (["posterior.particles=0"], "is for a posterior"),
-        (["fit.lr=0.5"], "not the MAP point of these settings .*fit.lr"),
-        (["experiment.seed=4"], "experiment.seed: 0, now 4"),
-    ],
-)
-def test_a_map_point_of_other_settings_is_refused(point: Path, tmp_path: Path, changes: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run_experiment(
-            config(*changes), tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="", point=point
-        )
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_is_no_finished_point_is_refused(run: Path, point: Path, tmp_path: Path) -> None:
-    for place, said in ((run, "holds a posterior"), (tmp_path, "no finished run")):
-        with pytest.raises(ConfigError, match=said):
-            run_experiment(
-                config(), tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="", point=place
-            )
-    before = (point / "result.json").read_bytes()
-    words = ["train", "mnist-mini", *(word for change in SHORT for word in ("--set", change)), "--map", str(point)]
-    shown = CliRunner().invoke(app, [*words, "--out", str(point), "--overwrite"])
-    assert shown.exit_code == 2
-    assert "its own MAP point" in " ".join(shown.output.split())
-    assert (point / "result.json").read_bytes() == before
 
 
 def test_around_a_map_point_particles_hardly_differ_and_the_run_says_so(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_blocks_that_start_at_zero_add_nothing_yet_but_learn() -> None:
         before = model(x)
         nn.init.normal_(model.get_submodule("stack3.0.conv1").weight)
         assert torch.equal(model(x), before) == same
-    names = [name for name, module in models.resnet110().named_modules() if isinstance(module, nn.BatchNorm2d)]
-    zero = [name for name in names if not models.resnet110().get_submodule(name).weight.any()]
-    assert zero == [name for name in names if name.endswith("bn2")]
+    norms = {name: m for name, m in models.resnet110().named_modules() if isinstance(m, nn.BatchNorm2d)}
+    zero = [name for name, norm in norms.items() if not norm.weight.any()]
+    assert zero == [name for name in norms if name.endswith("bn2")]
     assert len(zero) == 54
     assert all(p.any() for name, p in models.resnet110_keras().named_parameters() if name.endswith("weight"))
     model = models.resnet_cifar(8, zero_start=True)

@@ -72,7 +72,8 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
     found = {key: float(result[key]) for key in SUMMARISED}
     posterior = result.get("posterior") or {}
     if "mean_log_likelihood" not in posterior:
-        return found
+        calibrated = result.get("calibrated") or {}
+        return found | {f"calibrated_{key}": float(calibrated[key]) for key in ("log_likelihood", "ece") if calibrated}
     known = ("mean_log_likelihood", "temperature", "within_one_rank")  # the last only where ranks were rounded
     found |= {key: float(posterior[key]) for key in known if posterior[key] is not None}
     found |= {f"uncalibrated_{key}": float(posterior["uncalibrated"][key]) for key in ("log_likelihood", "ece")}
@@ -127,6 +128,7 @@ def main() -> None:
                 "each": [row[key] for row in rows],
             }
             for key in (rows[0] if rows else ())
+            if all(key in row for row in rows)
         },
     }
     results.mkdir(parents=True, exist_ok=True)

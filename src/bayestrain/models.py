@@ -110,12 +110,12 @@ def resnet_cifar(depth: int, num_classes: int = 10, *, zero_start: bool = False)
 
 
 def resnet110(num_classes: int = 10) -> nn.Sequential:
-    """The paper's ResNet-110: 1,742,762 parameters. Blocks start at zero, which trains deep networks faster."""
+    """ResNet-110 with 1,742,762 parameters. Blocks start at zero, which the paper's do not (`resnet110_keras`)."""
     return resnet_cifar(110, num_classes, zero_start=True)
 
 
 def resnet110_keras(num_classes: int = 10) -> nn.Sequential:
-    """The same network, started as Keras does and so the paper's code."""
+    """The paper's ResNet-110: the same network, started as Keras does."""
     return resnet_cifar(110, num_classes)
 
 

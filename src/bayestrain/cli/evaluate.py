@@ -27,7 +27,7 @@ def evaluate(
       bayestrain evaluate runs/mnist-seed0
     """
     from bayestrain.report import write_report
-    from bayestrain.train.experiment import evaluate_run
+    from bayestrain.train.reevaluation import evaluate_run
 
     place = devices.resolve(device)
     for folder in folders:

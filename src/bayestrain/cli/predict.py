@@ -33,7 +33,8 @@ def predict(
 ) -> None:
     """Say what is on pictures: class and probability; of a posterior also how sure that is, and why.
 
-    A picture is brought to the network's size (keeping its proportions) and to gray or colour as need be.
+    A picture is brought to the network's size (keeping its proportions) and to gray or colour as need be. Probabilities
+    are at the temperature that the held-out images asked for.
 
     \b
     [bold]Examples[/]
@@ -79,7 +80,8 @@ def predicted(run: Path, description: dict[str, Any], pictures: list[Picture]) -
         return found
     model = load_model(run)
     with torch.inference_mode():
-        return ClassPrediction(torch.stack([model(one[None])[0] for one in x]).double().softmax(-1)[None])
+        probabilities = torch.stack([model(one[None])[0] for one in x]).double().softmax(-1)
+    return ClassPrediction(probabilities[None], temperature=float(description.get("temperature", 1.0)))
 
 
 def doubt(prediction: ClassPrediction) -> str:

@@ -37,7 +37,7 @@ def is_run(folder: Path) -> bool:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is work to go on with: the run's own, or that of the MAP point it begins with."""
-    return (folder / LAST).is_file() or (folder / MAP / LAST).is_file()
+    return any((folder / place).is_file() for place in (LAST, f"{MAP}/{LAST}", f"{MAP}/result.json"))
 
 
 def is_finished(folder: Path) -> bool:
@@ -130,6 +130,7 @@ def first_record(folder: Path) -> dict[str, Any] | None:
 
 def clear(folder: Path) -> None:
     """Remove a run's files, those of its MAP point too, and nothing else."""
+    shutil.rmtree(folder / f".{MAP}.partial", ignore_errors=True)
     for name in BEFORE | AFTER:
         (folder / name).unlink(missing_ok=True)
     if (folder / MAP).is_dir():

@@ -50,6 +50,7 @@ def train_help() -> str:
   bayestrain train mnist --target-ratio 300    [dim]# at least so many times smaller[/]
   bayestrain train mnist --kind dense          [dim]# an ordinary network, to compare with[/]
   bayestrain train mnist --particles 20        [dim]# a posterior, not a point[/]
+  bayestrain train mnist --particles 20 --map runs/mnist-seed0
   bayestrain train mnist --set prior.weight=2  [dim]# any setting, also twice[/]
   bayestrain train mnist --print-config > my.toml
   bayestrain train --config my.toml --out my-run
@@ -111,7 +112,7 @@ Particles = Annotated[
 Point = Annotated[
     Path | None,
     option(
-        "A finished run of the same settings with one network: the posterior's MAP point, which is then not trained.",
+        "The posterior's MAP point: a finished run with the same settings and seed, which is not trained again.",
         "--map",
         panel=WHAT,
         metavar="RUN",
@@ -192,8 +193,11 @@ def run(
     """Train and report; the result and the path of the report."""
     from bayestrain.report import write_report
     from bayestrain.train.experiment import rehearse, run_experiment
+    from bayestrain.train.map_point import check_point
 
     if resume and runs.is_finished(folder):
+        if point is not None:
+            check_point(config, point, folder)
         progress.message(f"The run in {folder} is finished already.")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     else:

@@ -33,6 +33,7 @@ class Settings:
     preset: str
     method: str
     particles: int
+    start: str
     dense_params: int
     prior_weight: float | None
     target_ratio: float | None
@@ -41,8 +42,10 @@ class Settings:
 
     @property
     def how(self) -> str:
-        """How it was inferred: "MAP" or "SVGD, 20 particles"."""
-        return f"{words.method(self.method)}, {self.particles} particles" if self.particles > 1 else "MAP"
+        """How it was inferred: "MAP", "SVGD, 20 particles" or "SVGD, 20 particles around MAP"."""
+        if self.particles == 1:
+            return "MAP"
+        return f"{words.method(self.method)}, {self.particles} particles" + " around MAP" * (self.start == "jitter")
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ def _settings_of(run: Run) -> Settings:
         preset=run.preset,
         method=run.posterior.method if run.posterior else "map",
         particles=run.posterior.particles if run.posterior else 1,
+        start=run.posterior.start if run.posterior else "",
         dense_params=run.scores.dense_params or 0,
         prior_weight=weight,
         target_ratio=target or None,  # 0: none

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from bayestrain.report import words
 from bayestrain.report.paper import PAPER, Published
-from bayestrain.report.run import Posterior, Run
+from bayestrain.report.run import Posterior, Run, Scores
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ def _of_network(run: Run) -> list[Card]:
              f"of {words.count(scores.dense_params)}"),
         Card("Compression", words.ratio(scores.ratio), note=asked or "smaller than the dense network"),
         Card("Test accuracy", words.percent(scores.accuracy)),
-        Card("Log likelihood", words.signed(scores.log_likelihood), note="mean per test image"),
-        Card("Calibration error", words.percent(scores.ece), note="expected (ECE), 0 is perfect"),
+        Card("Log likelihood", words.signed(scores.log_likelihood),
+             note=_calibrated(scores, words.signed(scores.calibrated_log_likelihood)) or "mean per test image"),
+        Card("Calibration error", words.percent(scores.ece),
+             note=_calibrated(scores, words.percent(scores.calibrated_ece)) or "expected (ECE), 0 is perfect"),
         Card("Time", words.duration(scores.seconds), note=f"peak memory {words.size(scores.peak_memory_bytes)}"),
     ]  # fmt: skip
     if scores.ratio is None:
@@ -45,6 +47,11 @@ def _of_network(run: Run) -> list[Card]:
         del cards[1]
         cards.insert(4, Card("Brier score", words.signed(scores.brier), note="0 is perfect"))
     return cards
+
+
+def _calibrated(scores: Scores, figure: str) -> str:
+    """A figure of a single network at the temperature that suits it; nothing where none was found."""
+    return "" if scores.temperature is None else f"{figure} at temperature {scores.temperature:.2f}"
 
 
 def _beside_paper(run: Run, size: Card, ratio: Card, accuracy: Card, likelihood: Card) -> list[Card]:
@@ -61,7 +68,8 @@ def _beside_paper(run: Run, size: Card, ratio: Card, accuracy: Card, likelihood:
         accuracy = replace(accuracy, paper=words.percent(paper.accuracy, 1), verdict=judged)
     if paper.log_likelihood is not None:
         judged = verdict(scores.log_likelihood, paper.log_likelihood)
-        likelihood = replace(likelihood, paper=words.signed(paper.log_likelihood), verdict=judged, note="")
+        note = likelihood.note if scores.temperature is not None else ""
+        likelihood = replace(likelihood, paper=words.signed(paper.log_likelihood), verdict=judged, note=note)
     return [size, ratio, accuracy, likelihood]
 
 
@@ -80,7 +88,7 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
         replace(of["Parameters"], note=f"in each of {posterior.particles} particles"),
         *([of["Compression"], of["Test accuracy"]] if "Compression" in of else
           [of["Test accuracy"], _each_accuracy(posterior)]),
-        of["Calibration error"],
+        replace(of["Calibration error"], note="expected (ECE), 0 is perfect"),
         Card("Log likelihood", likelihood.value, note="log of the particles’ mean probability"),
         Card("Particles’ log likelihood", words.signed(alone), likelihood.paper,
              verdict(alone, paper.log_likelihood) if paper else "", "mean of each one’s own"),

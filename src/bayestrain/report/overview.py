@@ -16,7 +16,7 @@ SPACE = "\u00a0"
 
 COLUMNS = (
     "model", "run", "inferred by", "preset", "prior weight", "target", "parameters", "ratio", "accuracy",
-    "log likelihood", "particles' mean", "training", "epochs", "seeds",
+    "log likelihood", "calibrated", "particles' mean", "training", "epochs", "seeds",
 )  # fmt: skip
 LEFT = COLUMNS[:4]
 INTRODUCTION = """\
@@ -36,8 +36,9 @@ figures were printed beside those of the split, and seen.
   smaller than dense the network was asked to be, – if it was not.
 - *parameters*: with biases and batch norm's four vectors (scale, shift, mean and variance); of a posterior, those of
   each particle. *ratio*: how many times fewer than the dense network has.
-- *log likelihood*: per test image, of a posterior that of its particles' mean probability. *particles' mean*: the mean
-  of the particles' own log likelihoods, which is what the paper's figure appears to be.
+- *log likelihood*: per test image, of a posterior that of its particles' mean probability, at the temperature that the
+  held-out images ask for. *calibrated*: that of a single network at such a temperature. *particles' mean*: the mean of
+  the particles' own log likelihoods, which is what the paper's figure appears to be.
 - *training*: of a run, and where. Several may have shared the machine, so times are no benchmark. *epochs*: passes over
   the training images, fine-tuning included; of a posterior also its iterations, one per batch.
 - A dash is what we do not know or what does not apply.
@@ -136,7 +137,9 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
     }
     if settings.target_ratio:
         cells["target"] = f"{_number(settings.target_ratio)}×"
-    if settings.particles > 1:
+    if settings.particles == 1:
+        cells["calibrated"] = _spread(group, lambda run: run.scores.calibrated_log_likelihood, likelihood)
+    else:
         cells["particles' mean"] = _spread(
             group, lambda run: run.posterior.mean_log_likelihood if run.posterior else None, likelihood
         )

@@ -46,6 +46,7 @@ def whole(record: Json, key: str) -> int | None:
 
 def read_scores(record: Json) -> Scores:
     """The headline figures that a result has."""
+    calibrated = record.get("calibrated") or {}
     return Scores(
         dense_params=whole(record, "dense_params"),
         params=whole(record, "params"),
@@ -55,4 +56,7 @@ def read_scores(record: Json) -> Scores:
         brier=number(record, "brier"),
         seconds=number(record, "seconds"),
         peak_memory_bytes=whole(record, "peak_memory_bytes"),
+        temperature=number(calibrated, "temperature"),
+        calibrated_ece=number(calibrated, "ece"),
+        calibrated_log_likelihood=number(calibrated, "log_likelihood"),
     )

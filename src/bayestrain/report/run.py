@@ -132,6 +132,10 @@ class Scores:
     brier: float | None = None
     seconds: float | None = None
     peak_memory_bytes: int | None = None
+    temperature: float | None = None
+    """What the held-out images ask for; the next two are taken at it."""
+    calibrated_ece: float | None = None
+    calibrated_log_likelihood: float | None = None
 
     @property
     def ratio(self) -> float | None:

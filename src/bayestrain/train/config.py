@@ -178,7 +178,7 @@ class PosteriorConfig(Section):
     jitter_epochs: int = setting("epochs around the MAP point; jitter only", 12, at_least=1)
     chunk: int = setting("particles that go through the network at once; 0: by the memory there is", 0, at_least=0)
     calibrate: bool = setting("find the particles' common temperature on the held-out images", True)
-    compare_map: bool = setting("train the MAP point of the same settings too, as jitter always does", True)
+    compare_map: bool = setting("train the MAP point of the same settings too, or take --map; jitter always does", True)
     outside: str = setting("images unlike the training data, to test the uncertainty on", "none", choices=OUTSIDE)
 
 

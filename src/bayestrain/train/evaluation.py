@@ -49,11 +49,15 @@ def evaluate_network(
 
 
 def scores(evaluation: Evaluation) -> dict[str, Any]:
-    """The figures of the test images, and of the held-out ones."""
-    found = measured(evaluation.prediction, evaluation.material.splits.test.labels)
+    """The figures of the test images, as the network answers and at the temperature that the held-out images ask for;
+    and those of the held-out ones."""
+    prediction, labels = evaluation.prediction, evaluation.material.splits.test.labels
+    found = measured(prediction, labels)
     held_out, images = evaluation.validation, evaluation.material.validation
+    suited = measured(dataclasses.replace(prediction, temperature=evaluation.suited), labels)
     return {
         **{key: found[key] for key in ("accuracy", "log_likelihood", "ece", "brier")},
+        "calibrated": None if held_out is None else {"temperature": evaluation.suited, **suited},
         "validation": None if held_out is None or images is None else measured(held_out, images.labels),
     }
 
@@ -64,8 +68,6 @@ def posterior_scores(config: RunConfig, evaluation: Evaluation, map_folder: Path
     found: dict[str, Any] = {
         "temperature": prediction.temperature,
         "uncalibrated": measured(dataclasses.replace(prediction, temperature=1.0), labels),
-        "calibrated": {"temperature": evaluation.suited}
-        | measured(dataclasses.replace(prediction, temperature=evaluation.suited), labels),
         "ood": None,
     }
     if evaluation.beyond is not None:
@@ -95,6 +97,5 @@ def _map_figures(folder: Path) -> dict[str, Any] | None:
         return None
     result = json.loads((folder / "result.json").read_text())
     figures = {key: result[key] for key in ("accuracy", "log_likelihood", "ece", "brier", "params", "seconds")}
-    more = result.get("posterior") or {}
-    ood = more.get("ood")
-    return {**figures, "ood_auroc": None if ood is None else ood["auroc"], "calibrated": more.get("calibrated")}
+    ood = (result.get("posterior") or {}).get("ood")
+    return {**figures, "ood_auroc": None if ood is None else ood["auroc"], "calibrated": result.get("calibrated")}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 from bayestrain.layers import TTLayer
 from bayestrain.posterior import Posterior, around, independent, retain_freed_memory
-from bayestrain.saved import DESCRIPTION, WEIGHTS, load_model, load_posterior
+from bayestrain.saved import load_model
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import LAST
@@ -27,26 +25,15 @@ from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, dif
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.loop import FitResult, fit, fit_posterior
+from bayestrain.train.map_point import MAP, check_point, take_over
 from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.metrics import evaluator
-from bayestrain.train.outcome import training_facts, write_evaluation, write_result
+from bayestrain.train.outcome import Result, training_facts, write_evaluation, write_result
 from bayestrain.train.progress import Progress, Unfinished
 from bayestrain.train.tensorboard import summary_writer
 
-MAP = "map"
-"""Sub-folder of a posterior's run: the MAP point to start around or to compare with, a whole run of its own."""
-
-
 JITTER_RATE = 0.1
 """Rate around a MAP point, in units of the highest one, where the fine-tuning has none of its own."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Where a run is and what its ``result.json`` says."""
-
-    folder: Path
-    summary: dict[str, Any]
 
 
 def run_experiment(
@@ -61,42 +48,16 @@ def run_experiment(
 ) -> Result:
     """Train as `config` says and fill the folder `out`; `point` is a finished run, a posterior's MAP point."""
     if point is not None:
-        check_point(config, point)
+        check_point(config, point, out)
     prepare_folder(config, out, resume)
     retain_freed_memory()
     if point is not None and not (out / MAP / "result.json").exists():
-        _take_over(config, point, out / MAP, device, command)
+        progress.message(f"the MAP point is that of {point}")
+        take_over(config, point, out, device, command)
     if config.posterior.particles and (config.posterior.compare_map or config.posterior.start == "jitter"):
         _run_map(config, out / MAP, device, progress, command)
     begun = (out / LAST).exists()  # a run that was stopped while its MAP point trained has nothing of its own yet
     return _run(config, out, device, resume and begun, progress, command, outside=config.posterior.particles > 0)
-
-
-def check_point(config: RunConfig, run: Path) -> None:
-    """Refuse a run that is not the finished MAP point of a posterior's settings."""
-    if not config.posterior.particles:
-        raise ConfigError("A MAP point that is there already is for a posterior: name the number of its --particles.")
-    if not (run / "result.json").exists():
-        raise ConfigError(f"{run} is no finished run, so it cannot be the MAP point. Finish it, or train without it.")
-    had = toml.load(run / "config.toml")
-    if had.posterior.particles:
-        raise ConfigError(f"{run} holds a posterior; its MAP point, if it has one, is {run / MAP}.")
-    changed = differences(dataclasses.replace(had, posterior=config.posterior), config)  # a point needs no such section
-    if changed:
-        raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
-
-
-def _take_over(config: RunConfig, run: Path, out: Path, device: str, command: str) -> None:
-    """Copy a finished run as the MAP point, and see what it says of the outside images, which it has not met."""
-    scratch = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    for name in ("environment.json", "history.jsonl", "spectra.json", "result.json", WEIGHTS, DESCRIPTION):
-        shutil.copyfile(run / name, scratch / name)
-    toml.save(config.replace("posterior", particles=0), scratch / "config.toml")
-    evaluate_run(scratch, device=device, command=command, with_outside=True)
-    shutil.rmtree(out, ignore_errors=True)  # one that was begun
-    scratch.rename(out)
 
 
 def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, command: str) -> None:
@@ -128,7 +89,7 @@ def _run(
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
-    environment = _environment(out, place, command, resume)
+    environment = _environment(out, place, command)
     write_json(out / "environment.json", environment)
     network, fitted = _train(config, material, model, out, place, resume, progress, dense_params)
 
@@ -206,35 +167,6 @@ def _train(
     return fit_posterior(starts, material.train, evaluate, settings, config.posterior, **options)
 
 
-def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = False) -> Result:
-    """Evaluate a finished run again, its MAP point first: predictions, temperature, figures. Nothing is trained.
-
-    A run that met outside images meets them again, a MAP point also `with_outside`.
-    """
-    if not (out / "result.json").exists():
-        raise TrainingError(
-            f"{out} is no finished run: it has no result.json. Finish it with bayestrain train --resume."
-        )
-    if (out / MAP / "result.json").exists():
-        evaluate_run(out / MAP, device=device, command=command)
-    config, place = toml.load(out / "config.toml"), torch.device(device)
-    before = json.loads((out / "result.json").read_text())
-    material = load_material(config, with_outside=with_outside or before.get("posterior") is not None)
-    network: Any = load_posterior(out).to(place) if config.posterior.particles else load_model(out).to(place)
-    evaluation = evaluate_network(config, material, network, place)
-    posterior = posterior_scores(config, evaluation, out / MAP)
-    environment = describe_environment(place)
-    summary = {
-        **before,
-        **scores(evaluation),
-        "posterior": None if posterior is None else {**(before.get("posterior") or {}), **posterior},
-        "evaluated_again": {"command": command, **{key: environment[key] for key in ("commit", "dirty", "torch")}},
-    }
-    write_evaluation(out, config, evaluation, before["dense_params"])
-    write_json(out / "result.json", summary)
-    return Result(out, summary)
-
-
 def _jittered(config: RunConfig) -> bool:
     return config.posterior.particles > 0 and config.posterior.start == "jitter"
 
@@ -266,7 +198,7 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
     """Make the run folder, or check that the one there can be resumed with this very config."""
     file = out / "config.toml"
     if resume:
-        if not (out / LAST).exists() and not (out / MAP / LAST).exists():
+        if not any((out / place).exists() for place in (LAST, f"{MAP}/{LAST}", f"{MAP}/result.json")):
             raise TrainingError(f"There is nothing to resume in {out}: it has no {LAST}. Start without --resume.")
         changed = differences(toml.load(file), config)
         if changed:
@@ -279,6 +211,7 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
         raise ConfigError(f"{out} already holds a run. Go on with --resume, or choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
+        (out / "environment.json").unlink(missing_ok=True)
         write_atomically(file, toml.dumps(config))
     except OSError as error:
         raise ConfigError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
@@ -302,11 +235,11 @@ def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
     tensorize_(model, TensorizeConfig(settings.max_rank, settings.init, modes=settings.modes), wanted)
 
 
-def _environment(out: Path, place: torch.device, command: str, resume: bool) -> dict[str, Any]:
+def _environment(out: Path, place: torch.device, command: str) -> dict[str, Any]:
     """What the run runs on now; a resumed run keeps the moment and the command of its beginning."""
     now = {**describe_environment(place), "command": command}
     file = out / "environment.json"
-    if resume and file.exists():
+    if file.exists():
         before = json.loads(file.read_text())
         now = {**now, "started": before["started"], "command": before["command"], "resumed": now["started"]}
     return now

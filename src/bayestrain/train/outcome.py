@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,14 @@ COLLAPSED = 0.5
 
 DISAGREEMENT = 1e-3
 """Particles that differ on fewer test images than this say the same."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a run is and what its ``result.json`` says."""
+
+    folder: Path
+    summary: dict[str, Any]
 
 
 def training_facts(
@@ -105,6 +113,8 @@ def write_evaluation(out: Path, config: RunConfig, evaluation: Evaluation, dense
             "hardest_particle_probabilities": prediction.particle_probabilities[:, hardest].float(),
         }
     else:
+        if evaluation.validation is not None:
+            about["temperature"] = evaluation.suited  # a posterior has its own
         save_model(network.cpu(), out, about)
     beyond, outside = evaluation.beyond, evaluation.material.outside
     if beyond is not None and outside is not None:
