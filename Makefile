@@ -29,6 +29,8 @@ results: $(INSTALLED) ## run again the MNIST lines under results/: minutes on a 
 	  --set prior.weight=1.0 --set 'tensorize.modes.3=[[25,5,5],[1,2,5]]' --set fit.finetune_epochs=25
 	$(BIN)/python tools/run_seeds.py mnist --label dense --seeds 0 1 2 --jobs 2 --kind dense
 	$(BIN)/python tools/run_seeds.py mnist --label tensorized --seeds 0 1 2 --jobs 2 --kind tensorized
+	$(BIN)/python tools/run_seeds.py mnist --label w0.3 --seeds 0 1 2 --jobs 2 --set prior.weight=0.3
+	$(BIN)/python tools/run_seeds.py mnist --label w3 --seeds 0 1 2 --jobs 2 --set prior.weight=3
 	$(BIN)/python tools/run_seeds.py mnist --label paper --seeds 0 1 2 --jobs 2 --preset paper
 	$(BIN)/python benchmarks/compaction.py mnist
 	$(BIN)/python benchmarks/particles.py

@@ -51,7 +51,8 @@ def all_kinds(results: Path) -> Path:
     group(results, "zeta", [{"params": 5000}, {"params": 5200}, {"params": 5400}])
     group(results, "alpha", [{"params": 3000}, {"params": 3100}], settings={"weight = 1.0": "weight = 2.0"})
     group(results, "aimed", [{**sizes}], settings={"target_ratio = 0.0": "target_ratio = 50.0"})
-    group(results, "tt", [{"kind": "tensorized", "params": 27_235}])
+    suited = {"temperature": 2.0, "log_likelihood": -0.03, "ece": 0.001}
+    group(results, "tt", [{"kind": "tensorized", "params": 27_235, "calibrated": suited}])
     group(results, "plain", [{"kind": "dense", "params": 496_885}, {"kind": "dense", "params": 496_885}])
     several = [{"posterior": {**POSTERIOR, "mean_log_likelihood": value}} for value in (-0.05, -0.07)]
     group(results, "cloud", several, failed=(2,))

@@ -182,7 +182,10 @@ def test_predict_agrees_with_the_runs_own_evaluation(run: Path, home: Path) -> N
     for index in range(3):
         names.append(str(home / f"{index}.png"))
         Image.fromarray(test.images[index, 0].numpy()).save(names[-1])
-    expected = load_file(run / "evaluation.safetensors")["probabilities"][:3]
+    temperature = json.loads((run / "model.json").read_text())["temperature"]
+    assert temperature == json.loads((run / "result.json").read_text())["calibrated"]["temperature"] != 1.0
+    flatter = load_file(run / "evaluation.safetensors")["probabilities"][:3] ** (1 / temperature)
+    expected = flatter / flatter.sum(1, keepdim=True)
     for place in (run, run / "model.json", run / "model.safetensors"):
         answers = json.loads(answer("predict", str(place), *names, "--json"))
         rows = torch.tensor([[row["probabilities"][str(digit)] for digit in range(10)] for row in answers])
@@ -245,7 +248,7 @@ def test_help_breaks_no_example_and_names_every_experiment(columns: int, monkeyp
     lines = [line.rstrip() for line in answer("train", "--help").splitlines()]
     for name in toml.names():
         assert any(re.match(rf" +{name} +{re.escape(toml.about(name))}$", line) for line in lines)
-    assert sum(line.startswith("   bayestrain train") for line in lines) == 10
+    assert sum(line.startswith("   bayestrain train") for line in lines) == 11
     assert any(line.endswith("# after Ctrl-C or a power cut") for line in lines)
 
 

@@ -101,6 +101,8 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         seeds = "one seed" if number == 1 else f"mean of {number} seeds"
         assert f"| BayesTrain, `--target-ratio {ratio}`, {seeds} | {row}" in README.read_text()
         assert found["failed"] == []
+        if "calibrated_log_likelihood" in found:
+            assert f"-{-found['calibrated_log_likelihood']['mean']:.3f}" in README.read_text()
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
     assert f"{bench['speedup']:.2f} times faster" in README.read_text()
     assert len(summary["params"]["each"]) == 5

@@ -210,6 +210,14 @@ def test_every_shipped_config_trains_two_steps(name: str, preset: str) -> None:
     assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_without_held_out_images_there_is_no_temperature(tmp_path: Path) -> None:
+    changes = ["fit.epochs=1", "fit.finetune_epochs=0", "fit.batch_size=1000", "data.validation_fraction=0"]
+    config = toml.named("mnist-mini", "default", changes)
+    result = run_experiment(config, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="test")
+    assert (result.summary["calibrated"], result.summary["validation"]) == (None, None)
+    assert "temperature" not in json.loads((tmp_path / "run" / "model.json").read_text())
+
+
 def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
     config = toml.named("mnist-mini", "default", ["fit.epochs=1", "fit.finetune_epochs=0", "fit.batch_size=1000"])
     result = run_experiment(config, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="test")
@@ -224,6 +232,10 @@ def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
     with torch.no_grad():
         right = (model(DIGITS.test.images.float() / 255).argmax(1) == DIGITS.test.labels).double().mean()
     assert float(right) == pytest.approx(result.summary["accuracy"])
+    held_out, suited = result.summary["validation"], result.summary["calibrated"]
+    assert suited["accuracy"] == result.summary["accuracy"]
+    assert suited["log_likelihood"] != result.summary["log_likelihood"]
+    assert held_out["accuracy"] != result.summary["accuracy"]
     with pytest.raises(bt.BayesTrainError, match="already holds a run"):
         run_experiment(config, tmp_path / "run", device="cpu", resume=False, progress=Silent(), command="test")
     other = config.replace("fit", lr=0.5)

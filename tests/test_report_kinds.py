@@ -19,7 +19,7 @@ from bayestrain.report.load import load_run
 from bayestrain.report.paper import PAPER
 from bayestrain.report.run import Run, Spectra
 from bayestrain.report.tolerance import parameters_at, tolerances
-from bayestrain.report.words import count, ratio, tolerance
+from bayestrain.report.words import count, percent, ratio, signed, tolerance
 from bayestrain.train import toml
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.progress import Silent
@@ -80,6 +80,15 @@ def test_a_dense_run_is_not_said_to_have_shrunk(runs: dict[str, Path]) -> None:
     record = plain(path).partition('<section id="details">')[2].partition("<summary>Config")[0]
     assert '<th scope="row">1</th><td>490,625</td></tr>' in record
     assert "left dense" not in record
+
+
+def test_a_single_network_has_its_figures_at_a_temperature_beside(runs: dict[str, Path]) -> None:
+    result = json.loads((runs["dense"] / "result.json").read_text())["calibrated"]
+    notes = {card.label: card.note for card in headline(load_run(runs["dense"]))}
+    at = f" at temperature {result['temperature']:.2f}"
+    assert notes["Log likelihood"] == signed(result["log_likelihood"]) + at
+    assert notes["Calibration error"] == percent(result["ece"]) + at
+    assert not [card for card in headline(load_run(runs["dense-3"])) if "at temperature" in card.note]
 
 
 def test_a_tensorized_run_is_not_said_to_have_sought_ranks(runs: dict[str, Path]) -> None:

@@ -57,11 +57,21 @@ def test_a_line_has_mean_and_sample_deviation_over_its_seeds(full: Path) -> None
     assert found["alpha"]["prior weight"] == "2"
     assert found["aimed"]["target"] == "50×"
     assert found["their-way"]["preset"] == "paper"
+    assert (found["tt"]["calibrated"], zeta["calibrated"], found["cloud"]["calibrated"]) == ("−0.0300", "–", "–")
     cloud = found["cloud"]
     assert cloud["inferred by"] == "SVGD, 20 particles"
     assert cloud["particles' mean"] == "−0.0600 ± 0.0141"
     assert cloud["epochs"] == f"95 ({95 * 446:,} iterations)"  # 57,000 images in batches of 128
     assert "[zeta](mnist/zeta)" in text
+
+
+def test_particles_around_a_map_point_are_said_to_be(tmp_path: Path) -> None:
+    about = {"posterior": {**POSTERIOR, "start": "jitter", "mean_log_likelihood": -0.05}}
+    settings = {"particles = 0": "particles = 20", 'start = "independent"': 'start = "jitter"'}
+    group(tmp_path, "near", [about], settings=settings)
+    (line,) = [row for row in rows(plain(write_table(tmp_path))) if "near" in row["run"]]
+    assert line["inferred by"] == "SVGD, 20 particles around MAP"
+    assert line["epochs"] == f"12 ({12 * 446:,} iterations)"
 
 
 @pytest.mark.parametrize(
