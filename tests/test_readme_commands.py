@@ -72,7 +72,7 @@ def test_the_readmes_commands_run_one_after_the_other(home: Path) -> None:
 def test_the_helps_examples_run(home: Path) -> None:
     text = run(home, "train", "--help").stdout
     examples = [line.split("#")[0].strip() for line in text.splitlines() if line.strip().startswith("bayestrain train")]
-    assert len(examples) == 10
+    assert len(examples) == 11
     for example in examples:
         words = shlex.split(example)[1:]
         target = None

@@ -50,7 +50,7 @@ def train_help() -> str:
   bayestrain train mnist --target-ratio 300    [dim]# at least so many times smaller[/]
   bayestrain train mnist --kind dense          [dim]# an ordinary network, to compare with[/]
   bayestrain train mnist --particles 20        [dim]# a posterior, not a point[/]
-  bayestrain train mnist --particles 20 --map runs/mnist-seed0
+  bayestrain train mnist --seed 1 --particles 20 --map runs/mnist-seed1
   bayestrain train mnist --set prior.weight=2  [dim]# any setting, also twice[/]
   bayestrain train mnist --print-config > my.toml
   bayestrain train --config my.toml --out my-run
