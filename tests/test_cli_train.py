@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,7 +228,8 @@ def test_inspect_shows_how_layers_run(run: Path) -> None:
 
 def test_report_again_and_compared(run: Path, home: Path) -> None:
     assert answer("report", str(run)) == f"{run}/report.html\n"
-    both = answer("report", str(run), str(run.with_name(f"{run.name}-2")), "--out", str(home / "both.html")).strip()
+    other = shutil.copytree(run, home / "other")
+    both = answer("report", str(run), str(other), "--out", str(home / "both.html")).strip()
     assert Path(both).read_text().lstrip().lower().startswith("<!doctype html")
 
 

@@ -180,6 +180,9 @@ def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: i
         f"AUROC of {mean['auroc_epistemic']:.3f} with 20" if first else f"and {mean['auroc_epistemic']:.3f} with 50",
         f"(ECE {mean['uncalibrated_ece']:.3f} and" if first else f"and {mean['uncalibrated_ece']:.3f}), so its",
         f"errors are {mean['map_calibrated_ece']:.4f} and" if first else f" and {mean['map_calibrated_ece']:.4f}.",
+        f"are then {mean['map_calibrated_log_likelihood']:.4f} and"
+        if first
+        else f" and {mean['map_calibrated_log_likelihood']:.4f}:",
         f"the 20 take {mean['seconds']:.0f} s" if first else f"larger batches, {mean['seconds']:.0f} s",
     ):
         assert words in text, words

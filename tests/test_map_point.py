@@ -110,7 +110,7 @@ def test_other_settings_are_refused(point: Path, tmp_path: Path, changes: list[s
 
 
 def test_what_is_no_finished_point_is_refused(point: Path, posterior: Path, tmp_path: Path) -> None:
-    for place, said in ((posterior, "holds a posterior|no model.safetensors"), (tmp_path / "none", "There is no run")):
+    for place, said in ((posterior, "holds a posterior"), (tmp_path / "none", "There is no run")):
         with pytest.raises(ConfigError, match=said):
             trained(config(), tmp_path / "run", "", point=place)
     said = refused(*command_line(), "--map", str(point), "--out", str(point), "--overwrite")
@@ -120,7 +120,7 @@ def test_what_is_no_finished_point_is_refused(point: Path, posterior: Path, tmp_
 
 @pytest.mark.parametrize(
     ("name", "missing"),
-    [("history.jsonl", True), ("model.safetensors", True), ("model.safetensors", False), ("result.json", False)],
+    [("history.jsonl", True), ("model.safetensors", True), ("model.safetensors", False), ("spectra.json", False)],
 )
 def test_an_incomplete_point_does_not_cost_the_run_that_is_there(
     point: Path, posterior: Path, tmp_path: Path, name: str, missing: bool
@@ -131,6 +131,19 @@ def test_an_incomplete_point_does_not_cost_the_run_that_is_there(
     said = refused(*command_line(), "--map", str(thin), "--out", str(there), "--overwrite")
     assert name in said
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
+
+
+def test_a_result_without_figures_is_refused(point: Path, tmp_path: Path) -> None:
+    for text, said in (("{}", "no accuracy"), ("[]", "no entries"), ("{", "damaged")):
+        thin = shutil.copytree(point, tmp_path / "thin", dirs_exist_ok=True)
+        (thin / "result.json").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            trained(config(), tmp_path / "run", "", point=thin)
+
+
+def test_a_point_that_is_not_there_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "There is no run" in refused(*command_line(), "--map", "runs/mnist-mini-seed0")
 
 
 def test_a_run_stopped_behind_it_goes_on_and_keeps_it(point: Path, posterior: Path, tmp_path: Path) -> None:

@@ -98,9 +98,11 @@ def test_a_posterior_has_its_own_sections(posterior: Path, page: Path) -> None:
     assert "How sure it is, and why" in html
     assert len(re.findall('class="picture( doubt)?"', html)) == 24 + 10
     assert "15 more of the most uncertain test images" in html
-    gain = (run.scores.log_likelihood or 0) - (run.posterior.mean_log_likelihood or 0)
+    plain_mean = run.posterior.plain_log_likelihood or 0
+    gain = plain_mean - (run.posterior.mean_log_likelihood or 0)
     assert gain >= 0
-    assert f"answering together gains {gain:.3f}" in html
+    rest = (run.scores.log_likelihood or 0) - plain_mean
+    assert f"answering together gains {gain:.3f}, the temperature {rest:.3f}." in html
     assert not re.search(r":\s*#[0-9a-f]{6}", "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL)))
     assert "log of the particles’ mean probability" in html
     assert "in each of 3 particles" in html
@@ -166,7 +168,8 @@ def test_the_headline_compares_with_map_and_the_paper(posterior: Path, tmp_path:
     assert len(cards) == 8
     together, alone = cards["Log likelihood"], cards["Particles’ log likelihood"]
     assert (together.value, together.paper) == (signed(run.scores.log_likelihood), "")
-    assert together.map == signed(run.map.scores.log_likelihood)
+    assert run.posterior.temperature != 1.0
+    assert together.map == signed(run.map.scores.calibrated_log_likelihood) != signed(run.map.scores.log_likelihood)
     assert (alone.value, alone.paper, alone.verdict) == (signed(run.posterior.mean_log_likelihood), "−0.106", "worse")
     assert cards["Test accuracy"].map == percent(run.map.scores.accuracy)
     assert cards["Out-of-distribution AUROC"].map == area(run.map.ood_auroc)

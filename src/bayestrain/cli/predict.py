@@ -114,6 +114,7 @@ def answer(picture: Picture, prediction: ClassPrediction, classes: list[str]) ->
         "probability": probabilities[best],
         "next": classes[second],
         "next_probability": probabilities[second],
+        "temperature": prediction.temperature,
         "probabilities": dict(zip(classes, probabilities, strict=True)),
         **uncertainty,
         "inverted": picture.inverted,

@@ -12,11 +12,11 @@ from typing import Any
 from bayestrain.errors import ConfigError
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig, differences
+from bayestrain.train.places import LAST, MAP
 
 ROOT = Path("runs")
 
 
-LAST, MAP = "checkpoint-last.pt", "map"
 BEFORE = {"config.toml", "environment.json", "history.jsonl", "checkpoint-best.pt"}
 """What a run writes before its first checkpoint: a folder with only these holds no work yet."""
 AFTER = {
@@ -33,11 +33,6 @@ AFTER = {
 
 def is_run(folder: Path) -> bool:
     return (folder / "config.toml").is_file()
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether there is work to go on with: the run's own, or that of the MAP point it begins with."""
-    return any((folder / place).is_file() for place in (LAST, f"{MAP}/{LAST}", f"{MAP}/result.json"))
 
 
 def is_finished(folder: Path) -> bool:
@@ -83,7 +78,7 @@ def check_own_config(folder: Path, config_file: Path | None) -> None:
 
 def check_elsewhere(folder: Path, point: Path | None) -> None:
     """Refuse to overwrite the run that is to be the MAP point."""
-    if point is not None and point.resolve().is_relative_to(folder.resolve()):
+    if point is not None and point.is_dir() and point.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"The run would overwrite its own MAP point {point}. Choose another --out.")
 
 
@@ -130,7 +125,6 @@ def first_record(folder: Path) -> dict[str, Any] | None:
 
 def clear(folder: Path) -> None:
     """Remove a run's files, those of its MAP point too, and nothing else."""
-    shutil.rmtree(folder / f".{MAP}.partial", ignore_errors=True)
     for name in BEFORE | AFTER:
         (folder / name).unlink(missing_ok=True)
     if (folder / MAP).is_dir():

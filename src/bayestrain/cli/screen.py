@@ -58,7 +58,7 @@ def closing_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     many = posterior.get("particles", 1) > 1
     lines = [
         ("accuracy", f"{percent(result['accuracy'])} on the test images"),
-        ("log likelihood", f"{result['log_likelihood']:.4f}"),
+        ("log likelihood", f"{result['log_likelihood']:.4f}" + ("" if many else _at_temperature(result))),
         *([("posterior", _posterior_in_short(posterior))] if many else []),
         *(("warning", text) for text in posterior.get("warnings", ())),
         (
@@ -76,11 +76,21 @@ def closing_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("time", duration(result["seconds"]))]
 
 
+def _at_temperature(result: Mapping[str, Any]) -> str:
+    calibrated = result.get("calibrated")
+    if not calibrated:
+        return ""
+    return f" ({calibrated['log_likelihood']:.4f} at temperature {calibrated['temperature']:.2f})"
+
+
 def _posterior_in_short(posterior: Mapping[str, Any]) -> str:
     """What the particles add: against a single one of them, against the MAP point, and outside of the data."""
     text = f"{posterior['particles']} particles by {posterior['method']}, alone {posterior['mean_log_likelihood']:.4f}"
     if posterior.get("map"):
-        text += f", MAP point {posterior['map']['log_likelihood']:.4f}"
+        point = posterior["map"]
+        if posterior.get("temperature", 1.0) != 1.0 and point.get("calibrated"):
+            point = point["calibrated"]  # like with like
+        text += f", MAP point {point['log_likelihood']:.4f}"
     if posterior.get("ood"):
         text += f"; tells {posterior['ood']['name']} apart with AUROC {posterior['ood']['auroc']:.3f}"
     return text

@@ -17,6 +17,7 @@ from bayestrain.cli.view import shown_progress
 from bayestrain.errors import ConfigError, Interrupted
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig
+from bayestrain.train.places import has_work
 from bayestrain.train.progress import Progress
 
 WHAT, WHERE, SHOW = "What to train", "Where", "What to show"
@@ -205,7 +206,7 @@ def run(
             rehearse(config, point)  # what cannot be trained does not cost the run that is there
             runs.clear(folder)
         result = run_experiment(
-            config, folder, device=device, resume=runs.has_checkpoint(folder), progress=progress,
+            config, folder, device=device, resume=has_work(folder), progress=progress,
             command=command_line(), point=point,
         ).summary  # fmt: skip
     return result, write_report(folder, folder / "report.html")
@@ -243,7 +244,7 @@ def command_line() -> str:
 
 def how_to_go_on(folder: Path, device: str) -> str:
     """What to type next after an interruption."""
-    if not runs.has_checkpoint(folder):
+    if not has_work(folder):
         return "Nothing was saved yet; run the same command again."
     if runs.is_finished(folder):
         return f"The run itself is finished; for its report: {program()} report {shlex.quote(str(folder))}"

@@ -1,8 +1,9 @@
-"""One temperature for a posterior, chosen so that its particles together are as sure as they should be.
+"""One temperature for a posterior, or for a single network, chosen so that it is as sure as it should be.
 
 Particles that are each well calibrated are, averaged, too unsure of themselves: where they disagree the mean is flat.
 Raising the mean to the power 1 / temperature, found on data held out from training, mends it (pool first, then
-calibrate: Rahaman & Thiery 2021). It changes no class, and costs one line search.
+calibrate: Rahaman & Thiery 2021). A single network that knows its training data by heart is too sure, and mended in the
+same way. It changes no class, and costs one line search.
 """
 
 import math

@@ -28,9 +28,11 @@ def particle_findings(run: Run) -> list[str]:
         sentences.append(agreement_sentence(*posterior.within_one, "The particles", "their own ranks", uncut))
     ours, alone = run.scores.log_likelihood, posterior.mean_log_likelihood
     if ours is not None and alone is not None:
+        plain = ours if posterior.plain_log_likelihood is None else posterior.plain_log_likelihood
+        rest = f", the temperature {ours - plain:.3f}" if plain != ours else ""
         sentences.append(
             f"Together they reach a log likelihood of {signed(ours)} per test image, a particle alone "
-            f"{signed(alone)} on average: answering together gains {ours - alone:.3f}."
+            f"{signed(alone)} on average: answering together gains {plain - alone:.3f}{rest}."
         )
     about = posterior.diagnostics
     if about and about.effective_particles is not None:
@@ -56,7 +58,7 @@ def _calibration(run: Run) -> str:
     if posterior is None or posterior.temperature in (None, 1.0) or posterior.plain_ece is None or scores.ece is None:
         return ""
     other = posterior.map_calibrated_ece
-    single = "" if other is None else f" The MAP point, calibrated in the same way: {percent(other)}."
+    single = "" if other is None else f" The MAP point’s figures, too, are at its own temperature ({percent(other)})."
     return (
         f"Probabilities are reported at temperature {posterior.temperature:.2f}, found on held-out images: the plain "
         f"mean of the particles has a calibration error of {percent(posterior.plain_ece)} and a log likelihood of "

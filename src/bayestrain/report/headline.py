@@ -97,6 +97,8 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
     ]  # fmt: skip
     if other is None:
         return cards
+    if posterior.temperature not in (None, 1.0):  # like with like
+        other = _at_its_temperature(other)
     pairs = {
         "Parameters": (words.count(other.params), verdict(scores.params, other.params, True)),
         "Test accuracy": (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
@@ -109,6 +111,18 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
         if value != "–":
             cards[place] = replace(card, map=value, map_verdict=judged)
     return cards
+
+
+def _at_its_temperature(scores: Scores) -> Scores:
+    """A MAP point's figures at its own temperature, if it has one."""
+    if scores.temperature is None:
+        return scores
+    return replace(
+        scores,
+        ece=scores.calibrated_ece,
+        log_likelihood=scores.calibrated_log_likelihood,
+        brier=scores.calibrated_brier,
+    )
 
 
 def _each_accuracy(posterior: Posterior) -> Card:
@@ -129,6 +143,8 @@ def _last_score(run: Run) -> Card:
             map_verdict=verdict(run.ood.auroc, theirs),
         )
     theirs = run.map.scores.brier if run.map else None
+    if run.map and run.posterior and run.posterior.temperature not in (None, 1.0):
+        theirs = _at_its_temperature(run.map.scores).brier
     return Card(
         "Brier score",
         words.signed(run.scores.brier),

@@ -68,6 +68,7 @@ def load_run(folder: Path) -> Run:
         environment={key: _plain(value) for key, value in (environment or {}).items()},
         command=str((result or {}).get("command", "")),
         device=str((result or {}).get("device", "")),
+        evaluated_on=_evaluated_on(result or {}),
         missing=tuple(name for name, part in parts.items() if not part),
     )
 
@@ -204,6 +205,11 @@ def _setting(section: Json, key: str, path: Path) -> float | None:
         return number(section, key)
     except (TypeError, ValueError) as error:
         raise ReportError(f"{path}: {error}.") from error
+
+
+def _evaluated_on(result: Json) -> str:
+    again = result.get("evaluated_again")
+    return str(again.get("device", "another machine")) if isinstance(again, dict) else ""
 
 
 def _total_epochs(config: Json) -> int | None:

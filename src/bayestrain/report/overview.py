@@ -36,9 +36,9 @@ figures were printed beside those of the split, and seen.
   smaller than dense the network was asked to be, – if it was not.
 - *parameters*: with biases and batch norm's four vectors (scale, shift, mean and variance); of a posterior, those of
   each particle. *ratio*: how many times fewer than the dense network has.
-- *log likelihood*: per test image, of a posterior that of its particles' mean probability, at the temperature that the
-  held-out images ask for. *calibrated*: that of a single network at such a temperature. *particles' mean*: the mean of
-  the particles' own log likelihoods, which is what the paper's figure appears to be.
+- *log likelihood*: per test image; of a posterior that of its particles' mean probability, as a rule at the temperature
+  that held-out images ask for. *calibrated*: that of a single network at such a temperature. *particles' mean*: the
+  mean of the particles' own log likelihoods, which is what the paper's figure appears to be.
 - *training*: of a run, and where. Several may have shared the machine, so times are no benchmark. *epochs*: passes over
   the training images, fine-tuning included; of a posterior also its iterations, one per batch.
 - A dash is what we do not know or what does not apply.
@@ -81,6 +81,8 @@ def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -
     if paper and paper.note:
         texts.append(paper.note)
     texts.append(_failures(experiment))
+    if again := _evaluated_again(experiment):
+        texts.append(again)
     if experiment.groups:
         commands = [f"- `{group.label}`: `{group.command}`" for group in experiment.groups]
         texts.append("\n".join(["The commands that make the lines again:", "", *commands]))
@@ -157,6 +159,15 @@ def _spread(group: Group, value: Callable[[Run], float | None], text: Callable[[
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:g}"
+
+
+def _evaluated_again(experiment: Experiment) -> str:
+    lines = [
+        f"`{group.label}` on {' and '.join(devices)}"
+        for group in experiment.groups
+        if (devices := sorted({run.evaluated_on for run in group.runs if run.evaluated_on}))
+    ]
+    return f"Figures taken anew after training, by `bayestrain evaluate`: {', '.join(lines)}." if lines else ""
 
 
 def _failures(experiment: Experiment) -> str:

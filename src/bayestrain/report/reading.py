@@ -59,4 +59,5 @@ def read_scores(record: Json) -> Scores:
         temperature=number(calibrated, "temperature"),
         calibrated_ece=number(calibrated, "ece"),
         calibrated_log_likelihood=number(calibrated, "log_likelihood"),
+        calibrated_brier=number(calibrated, "brier"),
     )

@@ -133,9 +133,10 @@ class Scores:
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     temperature: float | None = None
-    """What the held-out images ask for; the next two are taken at it."""
+    """What the held-out images ask for; what is calibrated is taken at it."""
     calibrated_ece: float | None = None
     calibrated_log_likelihood: float | None = None
+    calibrated_brier: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -215,6 +216,8 @@ class Run:
     environment: dict[str, str]
     command: str
     device: str
+    evaluated_on: str
+    """The device on which its figures were taken anew, if they were."""
     missing: tuple[str, ...]
     """Files that were not there; the page says what it leaves out."""
 

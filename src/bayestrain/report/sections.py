@@ -131,6 +131,10 @@ def _certainty(run: Run) -> Section:
     plots = reliability_plot(run) + rejection_plot(run)
     if run.posterior is None:
         text = "Probabilities on the test set, which training and validation never saw."
+        if run.scores.temperature is not None:
+            text += (
+                f" They are the network’s own; bayestrain predict answers at temperature {run.scores.temperature:.2f}."
+            )
         return Section(
             "certainty", "How sure it is", text, [uncertainty_plots(run) + plots], tuple(certainty_findings(run))
         )

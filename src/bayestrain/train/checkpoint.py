@@ -12,8 +12,9 @@ import torch
 
 from bayestrain.errors import TrainingError
 from bayestrain.files import write_atomically
+from bayestrain.train.places import LAST
 
-LAST, BEST = "checkpoint-last.pt", "checkpoint-best.pt"
+BEST = "checkpoint-best.pt"
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any], name: str = LAST) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,15 @@ from bayestrain.posterior import Posterior, around, independent, retain_freed_me
 from bayestrain.saved import load_model
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
-from bayestrain.train.checkpoint import LAST
 from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.loop import FitResult, fit, fit_posterior
-from bayestrain.train.map_point import MAP, check_point, take_over
+from bayestrain.train.map_point import check_point, take_over
 from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.outcome import Result, training_facts, write_evaluation, write_result
+from bayestrain.train.places import LAST, MAP, TAKING, has_work
 from bayestrain.train.progress import Progress, Unfinished
 from bayestrain.train.tensorboard import summary_writer
 
@@ -197,8 +198,9 @@ def rehearse(config: RunConfig, point: Path | None = None) -> None:
 def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
     """Make the run folder, or check that the one there can be resumed with this very config."""
     file = out / "config.toml"
+    shutil.rmtree(out / TAKING, ignore_errors=True)
     if resume:
-        if not any((out / place).exists() for place in (LAST, f"{MAP}/{LAST}", f"{MAP}/result.json")):
+        if not has_work(out):
             raise TrainingError(f"There is nothing to resume in {out}: it has no {LAST}. Start without --resume.")
         changed = differences(toml.load(file), config)
         if changed:

@@ -25,9 +25,10 @@ from bayestrain.prior import Prior
 from bayestrain.sizes import tt_layers
 from bayestrain.speed import plan_report
 from bayestrain.train.arithmetic import lowered, products
-from bayestrain.train.checkpoint import BEST, LAST, History, load_checkpoint, save_checkpoint
+from bayestrain.train.checkpoint import BEST, History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.particles import ParticleSubject
+from bayestrain.train.places import LAST
 from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
 from bayestrain.train.schedule import learning_rate, wanted_ratio

@@ -13,10 +13,10 @@ from bayestrain.errors import ConfigError
 from bayestrain.saved import DESCRIPTION, WEIGHTS, load_model
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig, differences
-from bayestrain.train.reevaluation import MAP, evaluate_run
+from bayestrain.train.places import MAP, TAKING
+from bayestrain.train.reevaluation import evaluate_run
 
-__all__ = ["MAP", "check_point", "take_over"]
-
+NEEDED = ("accuracy", "log_likelihood", "ece", "brier", "params", "dense_params", "ranks", "seconds")
 TAKEN = ("environment.json", "history.jsonl", "spectra.json", "result.json", WEIGHTS, DESCRIPTION)
 
 
@@ -28,25 +28,24 @@ def check_point(config: RunConfig, run: Path, out: Path | None = None) -> None:
         raise ConfigError("posterior.compare_map=false leaves the MAP point out, so none can be given.")
     if not run.is_dir():
         raise ConfigError(f"There is no run {run} to take the MAP point from.")
-    if missing := [name for name in (*TAKEN, "config.toml") if not (run / name).is_file()]:
+    there = (run / "config.toml").is_file()
+    if there and toml.load(run / "config.toml").posterior.particles:
+        raise ConfigError(f"{run} holds a posterior; its MAP point, if it has one, is {run / MAP}.")
+    if missing := [name for name in ("config.toml", *TAKEN) if not (run / name).is_file()]:
         raise ConfigError(f"{run} cannot be the MAP point: it has no {missing[0]}, so it is no complete, finished run.")
     had = toml.load(run / "config.toml")
-    if had.posterior.particles:
-        raise ConfigError(f"{run} holds a posterior; its MAP point, if it has one, is {run / MAP}.")
     if changed := differences(_as_in(had, config), config):
         raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
-    try:
-        json.loads((run / "result.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{run / 'result.json'} is damaged: {error}.") from error
-    load_model(run)  # what is damaged is found before anything is written
+    for name in ("environment.json", "spectra.json", "result.json"):  # what is damaged is found before anything is done
+        _check_json(run / name)
+    load_model(run)
     if out is not None and (out / MAP / "result.json").exists() and not _same_weights(run, out / MAP):
         raise ConfigError(f"{out} has a MAP point already, and it is not that of {run}. Resume without it.")
 
 
 def take_over(config: RunConfig, run: Path, out: Path, device: str, command: str) -> None:
     """Copy a finished run into `out` as its MAP point, and see what it says of the outside images, new to it."""
-    scratch, place = out / f".{MAP}.partial", out / MAP
+    scratch, place = out / TAKING, out / MAP
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     for name in TAKEN:
@@ -55,6 +54,16 @@ def take_over(config: RunConfig, run: Path, out: Path, device: str, command: str
     evaluate_run(scratch, device=device, command=command, with_outside=True)
     shutil.rmtree(place, ignore_errors=True)  # one that was begun
     scratch.rename(place)
+
+
+def _check_json(file: Path) -> None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged: {error}.") from error
+    needed = NEEDED if file.name == "result.json" else ()
+    if not isinstance(found, dict) or (missing := [key for key in needed if key not in found]):
+        raise ConfigError(f"{file} is damaged: it has no {missing[0] if isinstance(found, dict) else 'entries'}.")
 
 
 def _as_in(had: RunConfig, config: RunConfig) -> RunConfig:

@@ -31,6 +31,10 @@ DISAGREEMENT = 1e-3
 """Particles that differ on fewer test images than this say the same."""
 
 
+FACTS = ("own_ranks", "within_one_rank", "bonds", "diagnostics", "warnings")
+"""What `training_facts` finds."""
+
+
 @dataclass(frozen=True)
 class Result:
     """Where a run is and what its ``result.json`` says."""

@@ -15,10 +15,8 @@ from bayestrain.train import toml
 from bayestrain.train.environment import describe_environment
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.material import load_material
-from bayestrain.train.outcome import Result, write_evaluation
-
-MAP = "map"
-"""Sub-folder of a posterior's run: the MAP point to start around or to compare with, a whole run of its own."""
+from bayestrain.train.outcome import FACTS, Result, write_evaluation
+from bayestrain.train.places import MAP
 
 
 def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = False) -> Result:
@@ -42,7 +40,7 @@ def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = F
     summary = {
         **before,
         **scores(evaluation),
-        "posterior": None if posterior is None else {**(before.get("posterior") or {}), **posterior},
+        "posterior": None if posterior is None else {**posterior, **_facts(before.get("posterior") or {})},
         "evaluated_again": {
             "command": command,
             "device": environment["gpu"] or "cpu",
@@ -52,3 +50,8 @@ def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = F
     write_evaluation(out, config, evaluation, before["dense_params"])
     write_json(out / "result.json", summary)
     return Result(out, summary)
+
+
+def _facts(before: dict[str, Any]) -> dict[str, Any]:
+    """What only training knew."""
+    return {key: before[key] for key in FACTS if key in before}
