@@ -77,8 +77,10 @@ def check_own_config(folder: Path, config_file: Path | None) -> None:
 
 
 def check_elsewhere(folder: Path, point: Path | None) -> None:
-    """Refuse to overwrite the run that is to be the MAP point."""
-    if point is not None and point.is_dir() and point.resolve().is_relative_to(folder.resolve()):
+    """Refuse a MAP point that is not there, or that the run would overwrite."""
+    if point is not None and not point.is_dir():  # before the folder of the run, perhaps the same one, is made
+        raise ConfigError(f"There is no run {point} to take the MAP point from.")
+    if point is not None and point.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"The run would overwrite its own MAP point {point}. Choose another --out.")
 
 
