@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fit_kit import StopAfter, jitter, settings
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import bayestrain as bt
 from bayestrain import data
 from bayestrain.cli.app import app
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
-from bayestrain.train import toml
+from bayestrain.train import loop, toml
 from bayestrain.train.config import PosteriorConfig, RunConfig
 from bayestrain.train.evaluation import evaluate_network
 from bayestrain.train.experiment import run_experiment
@@ -157,6 +158,21 @@ def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_fin
     found, result = bt.fit_posterior(models, TRAIN, evaluate, settings(), PosteriorConfig(particles=3))
     assert len(found) == 2
     assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
+
+
+def test_batch_norm_of_particles_is_settled_with_a_part_of_many_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    refresh = bt.Posterior.refresh_statistics
+
+    def counted(posterior: bt.Posterior, batches: Iterable[Tensor]) -> None:
+        parts = list(batches)
+        seen.extend(len(part) for part in parts)
+        refresh(posterior, parts)
+
+    monkeypatch.setattr(bt.Posterior, "refresh_statistics", counted)
+    monkeypatch.setattr(loop, "LAST_INPUTS", 250)
+    trained(config=settings(epochs=1, finetune_epochs=1, batch_size=100))
+    assert seen == [100, 100, 100]
 
 
 def test_an_augmentation_may_change_the_shape_and_a_network_be_one_layer() -> None:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ EMPTY = 1e-7
 
 BOLDEST = 0.3
 """The largest tolerance of a cut on the way to a target: what is cut then must be learned again."""
+
+LAST_INPUTS = 2**14
+"""Training inputs that batch norm's statistics are estimated from at the end, at most: more would change nothing."""
 
 PROBE = 64
 """Inputs on which a posterior's outputs are looked at after each epoch."""
@@ -211,7 +215,8 @@ class _Fit:
                 self._record(history, log, means)
             if self.subject.searching:
                 self._round()
-            self.subject.finish(x for x, _ in self._batches(torch.Generator().manual_seed(0)))
+            batches = self._batches(torch.Generator().manual_seed(0))
+            self.subject.finish(x for x, _ in islice(batches, math.ceil(LAST_INPUTS / self.config.batch_size)))
         except KeyboardInterrupt:
             if self.folder is None or not (self.folder / LAST).exists():
                 raise
