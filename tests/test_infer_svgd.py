@@ -185,5 +185,5 @@ def test_the_direction_of_long_particles_needs_only_blocks_of_columns() -> None:
     points, gradients = {"x": torch.randn(n, size)}, {"x": torch.randn(n, size)}
     alive = torch.ones(n, dtype=torch.bool)
     with Largest(points["x"], gradients["x"]) as largest:
-        stein_direction_(points, gradients, *rbf(squared_distances(points, alive)), alive)
+        stein_direction_(points["x"], gradients["x"], *rbf(squared_distances(points, alive)), alive)
     assert n * n <= largest.elements <= n * BLOCK

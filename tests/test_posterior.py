@@ -70,7 +70,9 @@ class Loop:
         if self.svgd:
             particles = {k: torch.stack([m.get_parameter(k).detach() for m in self.networks]) for k in names}
             alive = torch.ones(n, dtype=torch.bool)
-            stein_direction_(particles, gradients, *rbf(squared_distances(particles, alive)), alive)
+            kernel = rbf(squared_distances(particles, alive))
+            for name in names:
+                stein_direction_(particles[name].view(n, -1), gradients[name].view(n, -1), *kernel, alive)
         for i, (model, optimizer) in enumerate(zip(self.networks, self.optimizers, strict=True)):
             for name in names:
                 model.get_parameter(name).grad = -gradients[name][i] * (n if self.svgd else 1) / NUM_DATA

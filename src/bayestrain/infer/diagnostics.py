@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer.kernels import median_bandwidth, rbf, squared_distances
-from bayestrain.infer.particles import Particles, centred, columns, count
+from bayestrain.infer.particles import Particles, centred, columns, count, groups, matrices, matrix
 
 DISTINCT = 0.1
 """Particles count as different when they lie apart by this part of their length."""
@@ -37,9 +37,9 @@ def diagnose(particles: Particles) -> Diagnostics:
     if n < 2:
         raise ConfigError(f"Diagnostics compare particles: at least 2 are needed, got {n}.")
     particles = {name: tensor.detach().contiguous() for name, tensor in particles.items()}
-    alive = torch.stack([t.view(n, -1).isfinite().all(1) for t in particles.values()]).all(0)
+    alive = torch.stack([whole.isfinite().all(1) for whole in matrices(particles)]).all(0)
     d2 = squared_distances(particles, alive)
-    length2 = sum(torch.where(alive, t.view(n, -1).square().sum(1), 0.0) for t in particles.values())
+    length2 = sum(torch.where(alive, whole.square().sum(1), 0.0) for whole in matrices(particles))
     mean_length2 = torch.as_tensor(length2).sum() / alive.sum()
     kernel = rbf(d2)[0]
     living = int(alive.sum())
@@ -71,12 +71,13 @@ def stein_discrepancy(particles: Particles, gradients: dict[str, Tensor]) -> flo
     h = median_bandwidth(d2)
     kernel = torch.exp(-d2 / h)
     scores, crossed, dimensions = torch.zeros_like(d2), torch.zeros_like(d2), 0
-    for name, tensor in particles.items():
-        for theta, score in zip(columns(tensor), columns(gradients[name].contiguous()), strict=True):
+    for names in groups(particles):
+        whole, gradient = (matrix([tensors[name] for name in names]) for tensors in (particles, gradients))
+        for theta, score in zip(columns(whole), columns(gradient), strict=True):
             theta = centred(theta, alive)
             scores += score @ score.mT
             crossed += score @ theta.mT  # s_i . theta_j
-        dimensions += tensor[0].numel()
+        dimensions += whole.shape[1]
     # s_i . (theta_i - theta_j) - s_j . (theta_i - theta_j)
     along = crossed.diagonal()[:, None] - crossed + crossed.diagonal() - crossed.mT
     terms = kernel * (scores + 2 / h * along + 2 * dimensions / h - 4 * d2 / h**2)

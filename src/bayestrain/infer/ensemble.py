@@ -1,5 +1,6 @@
 """Deep ensemble: particles that start apart and climb the log density, each for itself."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,5 +15,5 @@ class Ensemble(Method):
     fewest: ClassVar[int] = 2
     advice: ClassVar[str] = "Use MAP for a single point."
 
-    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
+    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
         """The gradient is the direction."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bayestrain.infer.particles import Particles, centred, columns
+from bayestrain.infer.particles import Particles, centred, columns, matrices
 
 Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -24,9 +24,7 @@ def squared_distances(particles: Particles, alive: Tensor) -> Tensor:
 
     Centring first keeps the small differences of particles that lie close together.
     """
-    gram = sum(
-        (block := centred(part, alive)) @ block.mT for tensor in particles.values() for part in columns(tensor.detach())
-    )
+    gram = sum((block := centred(part, alive)) @ block.mT for whole in matrices(particles) for part in columns(whole))
     assert isinstance(gram, Tensor)
     norms = gram.diagonal()
     lengths = norms[:, None] + norms

@@ -1,5 +1,6 @@
 """Maximum a posteriori: one particle that climbs the log density."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,5 +19,5 @@ class MAP(Method):
         if self.n != 1:
             raise ConfigError(f"MAP is a single point, got {self.n} particles. Use Ensemble for several.")
 
-    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
+    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
         """The gradient is the direction."""

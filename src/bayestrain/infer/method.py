@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError
-from bayestrain.infer.particles import Particles, count
+from bayestrain.infer.particles import Particles, count, groups, matrices, matrix, parts
 
 LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
 """``log_density(particles, batch) -> (n,)``: one differentiable log density per particle, up to a constant."""
@@ -91,8 +91,11 @@ class Method(ABC):
         self._warned: set[int] = set()
 
     @abstractmethod
-    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
-        """Turn the gradients of the log density, in place, into the direction in which particles move."""
+    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
+        """Turn the gradients of the log density, in place, into the direction in which particles move.
+
+        They come as matrices ``(n, columns)``, those that ``matrices(self.particles)`` are the weights of.
+        """
 
     def step(self, batch: Any) -> StepInfo:
         """Move every particle once. One whose gradient is not finite gets no push this time, and a warning names it."""
@@ -104,20 +107,24 @@ class Method(ABC):
         """The work of `step` and nothing that looks at a value: it can be captured in a CUDA graph."""
         values, gradients = self.gradients(batch)
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+            together = groups(self.particles)
+            moves = [matrix([gradients.pop(name) for name in names]) for names in together]
             alive = values.isfinite()
-            for tensor in (*gradients.values(), *self.particles.values()):
-                alive = alive & torch.linalg.vector_norm(tensor.view(self.n, -1), dim=1).isfinite()
-            for gradient in gradients.values():
-                gradient.masked_fill_(~alive.view(-1, *[1] * (gradient.ndim - 1)), 0.0)
-            self.direction_(gradients, alive)
+            for whole in (*moves, *matrices(self.particles)):
+                alive = alive & torch.linalg.vector_norm(whole, dim=1).isfinite()
+            for move in moves:
+                move.masked_fill_(~alive[:, None], 0.0)
+            self.direction_(moves, alive)
             factor = torch.full((self.n,), -self.scale, dtype=values.dtype, device=values.device)  # optimisers descend
             if self.clip is not None:
-                size = torch.stack([torch.linalg.vector_norm(g.view(self.n, -1), dim=1) for g in gradients.values()])
+                size = torch.stack([torch.linalg.vector_norm(move, dim=1) for move in moves])
                 length = torch.linalg.vector_norm(size, dim=0) * self.scale
                 factor = factor * (self.clip / length.clamp_min(1e-30)).clamp_max(1.0)
-            for name, gradient in gradients.items():
-                gradient.mul_(factor.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))
-                self.particles[name].grad = gradient
+            for names, move in zip(together, moves, strict=True):
+                move.mul_(factor.to(move.dtype)[:, None])
+                moved = [self.particles[name] for name in names]
+                for tensor, part in zip(moved, parts(move, moved), strict=True):
+                    tensor.grad = part
             self._broken += ~alive
             self._all_broken.copy_(~alive.any())
             self.optimizer.step()
@@ -142,13 +149,12 @@ class Method(ABC):
             part = slice(start, min(start + size, self.n))
             value, found = self._gradients(part, lambda tensors: self.log_density(tensors, batch))
             values.append(value)
-            for name, gradient in found.items():
-                if self.log_prior is not None:
-                    gradients[name][part] += gradient
-                elif size == self.n:
-                    gradients[name] = gradient
-                else:
-                    gradients.setdefault(name, torch.empty_like(self.particles[name]))[part] = gradient
+            if size == self.n and before is None:
+                gradients = found
+                continue
+            if before is None and not gradients:
+                gradients = {name: torch.zeros_like(tensor) for name, tensor in self.particles.items()}
+            torch._foreach_add_([gradients[name][part] for name in found], list(found.values()))
         joined = torch.cat(values)
         return joined if before is None else joined + before, gradients
 

@@ -11,7 +11,7 @@ Particles = Mapping[str, Tensor]
 """``{name: (n, ..)}``; the entries of one particle are ``{name: tensor[i]}``."""
 
 BLOCK = 1 << 16
-"""Columns handled at once where a temporary copy of the particles is needed."""
+"""Columns handled at once, and where a temporary copy of the particles is needed, copied."""
 
 
 def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -43,11 +43,50 @@ def count(particles: Particles) -> int:
     return next(iter(sizes.values()))
 
 
-def columns(tensor: Tensor) -> Iterator[Tensor]:
-    """Views ``(n, at most BLOCK)`` that together are the whole of a contiguous tensor ``(n, ..)``."""
-    flat = tensor.view(tensor.shape[0], -1)
-    for start in range(0, flat.shape[1], BLOCK):
-        yield flat[:, start : start + BLOCK]
+def groups(particles: Particles) -> list[list[str]]:
+    """The names in groups that are handled as one matrix: a large tensor is alone, small ones of one dtype together.
+
+    A deep network has hundreds of small tensors, and on a GPU each operation takes the same time for one as for many.
+    """
+    found: list[list[str]] = []
+    unfilled: dict[torch.dtype, tuple[list[str], int]] = {}
+    for name, tensor in particles.items():
+        width = tensor.numel() // tensor.shape[0]
+        if width > BLOCK:
+            found.append([name])
+            continue
+        group, filled = unfilled.get(tensor.dtype, ([], BLOCK + 1))
+        if filled + width > BLOCK:
+            group, filled = [], 0
+            found.append(group)
+        group.append(name)
+        unfilled[tensor.dtype] = group, filled + width
+    return found
+
+
+def matrix(tensors: Sequence[Tensor]) -> Tensor:
+    """``(n, columns)``: one tensor ``(n, ..)``, or several side by side, which is a copy."""
+    flat = [tensor.reshape(tensor.shape[0], tensor.numel() // tensor.shape[0]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+
+
+def parts(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, of given shapes, that such a matrix is made of; contiguous."""
+    widths = [tensor.numel() // tensor.shape[0] for tensor in like]
+    split = whole.split(widths, dim=1)
+    return [part.contiguous().view(tensor.shape) for part, tensor in zip(split, like, strict=True)]
+
+
+def matrices(particles: Particles) -> Iterator[Tensor]:
+    """All groups, one after the other."""
+    for names in groups(particles):
+        yield matrix([particles[name].detach() for name in names])
+
+
+def columns(whole: Tensor) -> Iterator[Tensor]:
+    """Views ``(n, at most BLOCK)`` that together are the whole matrix ``(n, columns)``."""
+    for start in range(0, whole.shape[1], BLOCK):
+        yield whole[:, start : start + BLOCK]
 
 
 def centred(block: Tensor, alive: Tensor) -> Tensor:

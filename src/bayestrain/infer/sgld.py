@@ -6,7 +6,7 @@ very different sizes, so the step may be preconditioned by their running size as
 the term in the preconditioner's derivative, as they recommend).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -95,7 +95,7 @@ class SGLD(Method):
 
         super().__init__(log_density, particles, make, scale=scale, **options)
 
-    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:  # noqa: ARG002
+    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:  # noqa: ARG002
         """The gradient is the direction; the noise comes with the step, for those who take it."""
         assert isinstance(self.optimizer, Langevin)
         self.optimizer.alive = alive

@@ -15,6 +15,7 @@ squared distance, ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)`` with K' its
 Nothing of size ``n x n x D`` exists, and the work beside the gradients themselves is small.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from bayestrain.infer.kernels import Kernel, rbf, squared_distances
 from bayestrain.infer.method import LogDensity, MakeOptimizer, Method
-from bayestrain.infer.particles import Particles, centred, columns
+from bayestrain.infer.particles import Particles, centred, columns, matrices
 
 
 class SVGD(Method):
@@ -53,22 +54,19 @@ class SVGD(Method):
         super().__init__(log_density, particles, optimizer, **options)
         self.kernel, self.times_n = kernel, times_n
 
-    def direction_(self, gradients: dict[str, Tensor], alive: Tensor) -> None:
+    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
         K, slope = self.kernel(squared_distances(self.particles, alive))  # (n, n) each
-        stein_direction_(self.particles, gradients, K, slope, alive)
-        if self.times_n:
-            for gradient in gradients.values():
-                gradient.mul_(alive.sum())
+        for theta, g in zip(matrices(self.particles), gradients, strict=True):
+            stein_direction_(theta, g, K, slope, alive)
+            if self.times_n:
+                g.mul_(alive.sum())
 
 
 @torch.no_grad()
-def stein_direction_(
-    particles: Particles, gradients: dict[str, Tensor], K: Tensor, slope: Tensor, alive: Tensor
-) -> None:
-    """Replace the gradients by phi, some columns at a time. Particles not `alive` neither move nor matter."""
-    for name, gradient in gradients.items():
-        for theta, g in zip(columns(particles[name].detach()), columns(gradient), strict=True):
-            theta = centred(theta, alive)  # the repulsion knows differences only, and small ones are exact this way
-            drive = K @ g  # (n, n) @ (n, columns)
-            repulsion = 2 * (slope @ theta - slope.sum(1, keepdim=True) * theta)
-            g.copy_((drive + repulsion) / alive.sum().clamp_min(1))
+def stein_direction_(particles: Tensor, gradients: Tensor, K: Tensor, slope: Tensor, alive: Tensor) -> None:
+    """Replace the gradients by phi, both ``(n, D)``. Particles not `alive` neither move nor matter."""
+    for theta, g in zip(columns(particles), columns(gradients), strict=True):
+        theta = centred(theta, alive)  # the repulsion knows differences only, and small ones are exact this way
+        drive = K @ g  # (n, n) @ (n, columns)
+        repulsion = 2 * (slope @ theta - slope.sum(1, keepdim=True) * theta)
+        g.copy_((drive + repulsion) / alive.sum().clamp_min(1))

@@ -1,6 +1,7 @@
 """The joint density of data and weights as one module, so that stacked tensors can stand in for its parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
+from bayestrain.forming import FormTogether
 from bayestrain.infer import stack
 from bayestrain.predict import Likelihood, Prediction, check_log_prob
 from bayestrain.prior import Prior
@@ -26,6 +28,7 @@ class Joint(nn.Module):
         """The prior's weight of this step. A tensor, so that a captured step sees it change."""
         self.alone = False
         """Whether a single particle trains without vmap, like a network by itself; dropout then draws other numbers."""
+        self.forming = FormTogether(model)
         self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
         """Whether a parameter has several names; looking for these at each call takes time."""
 
@@ -47,7 +50,8 @@ class Joint(nn.Module):
 
     def _likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """``N * mean log likelihood``, that mean, and the outputs."""
-        outputs = self.model(x)
+        with self.forming() if self.alone else nullcontext():
+            outputs = self.model(x)
         if not isinstance(outputs, Tensor):
             raise ConfigError(
                 f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."
@@ -67,7 +71,7 @@ class Joint(nn.Module):
 
         predicted = what in ("outputs", "describe")
         if (predicted or (what == "likelihood" and self.alone)) and len(next(iter(particles.values()))) == 1:
-            found = one({name: tensor[0] for name, tensor in particles.items()})
+            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})  # its way back is a view
             return {name: tensor[None] for name, tensor in found.items()}
         # Dropout and the like draw anew for every particle. Batch norm cannot ask for other memory formats in there.
         inputs = tuple(tensor.contiguous() for tensor in inputs)
