@@ -103,6 +103,12 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         assert found["failed"] == []
         if "calibrated_log_likelihood" in found:
             assert f"-{-found['calibrated_log_likelihood']['mean']:.3f}" in README.read_text()
+    found = json.loads((ROOT / "results" / "cifar10-cnn" / "svgd-20" / "summary.json").read_text())
+    params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
+    row = f"{params:,.0f} | {times:.1f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+    assert f"| posteriors of 20 around those, parameters of each particle | {row}" in README.read_text()
+    assert f"whose particles' mean is {found['mean_log_likelihood']['mean']:.3f}" in README.read_text()
+    assert found["failed"] == []
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
     assert f"{bench['speedup']:.2f} times faster" in README.read_text()
     assert len(summary["params"]["each"]) == 5

@@ -74,6 +74,15 @@ def test_particles_around_a_map_point_are_said_to_be(tmp_path: Path) -> None:
     assert line["epochs"] == f"12 ({12 * 446:,} iterations)"
 
 
+def test_it_says_which_runs_were_evaluated_again(tmp_path: Path) -> None:
+    again = {"evaluated_again": {"command": "", "device": "cpu", "commit": "", "dirty": False, "torch": ""}}
+    group(tmp_path, "all", [again, again])
+    group(tmp_path, "none", [{}])
+    group(tmp_path, "some", [{}, again, {}])
+    text = " ".join(write_table(tmp_path).read_text().split())
+    assert "by `bayestrain evaluate`: `all` on cpu, `some` (seed 1) on cpu. The commands" in text
+
+
 @pytest.mark.parametrize(
     ("name", "dense", "tensorized", "found"),
     [

@@ -4,6 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -110,7 +111,7 @@ class Method(ABC):
             together = groups(self.particles)
             moves = [matrix([gradients.pop(name) for name in names]) for names in together]
             alive = values.isfinite()
-            for whole in (*moves, *matrices(self.particles)):
+            for whole in chain(moves, matrices(self.particles)):
                 alive = alive & torch.linalg.vector_norm(whole, dim=1).isfinite()
             for move in moves:
                 move.masked_fill_(~alive[:, None], 0.0)
@@ -120,7 +121,8 @@ class Method(ABC):
                 size = torch.stack([torch.linalg.vector_norm(move, dim=1) for move in moves])
                 length = torch.linalg.vector_norm(size, dim=0) * self.scale
                 factor = factor * (self.clip / length.clamp_min(1e-30)).clamp_max(1.0)
-            for names, move in zip(together, moves, strict=True):
+            for names in together:
+                move = moves.pop(0)  # so that no more than a group is there twice
                 move.mul_(factor.to(move.dtype)[:, None])
                 moved = [self.particles[name] for name in names]
                 for tensor, part in zip(moved, parts(move, moved), strict=True):

@@ -162,11 +162,12 @@ def _number(value: float | None) -> str:
 
 
 def _evaluated_again(experiment: Experiment) -> str:
-    lines = [
-        f"`{group.label}` on {' and '.join(devices)}"
-        for group in experiment.groups
-        if (devices := sorted({run.evaluated_on for run in group.runs if run.evaluated_on}))
-    ]
+    lines = []
+    for group in experiment.groups:
+        if again := [run for run in group.runs if run.evaluated_on]:
+            seeds = ", ".join(str(run.seed) for run in again)
+            some = f" ({'seed' if len(again) == 1 else 'seeds'} {seeds})" if len(again) < len(group.runs) else ""
+            lines.append(f"`{group.label}`{some} on {' and '.join(sorted({run.evaluated_on for run in again}))}")
     return f"Figures taken anew after training, by `bayestrain evaluate`: {', '.join(lines)}." if lines else ""
 
 
