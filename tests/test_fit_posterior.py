@@ -250,7 +250,10 @@ def test_a_run_stopped_in_its_map_point_goes_on(run: Path, tmp_path: Path) -> No
     with pytest.raises(Interrupted):
         run_experiment(config(), folder, device="cpu", resume=False, progress=StopAfter(1), command="a test")
     assert not (folder / "checkpoint-last.pt").exists()
-    run_experiment(config(), folder, device="cpu", resume=True, progress=Silent(), command="a test")
+    found = run_experiment(config(), folder, device="cpu", resume=True, progress=Silent(), command="again").summary
+    assert found["command"] == "a test"  # that of the beginning
+    assert "resumed" in json.loads((folder / "environment.json").read_text())
+    assert "resumed" not in json.loads((run / "environment.json").read_text())
     for name in ("posterior.safetensors", "evaluation.safetensors", "map/model.safetensors"):
         assert (folder / name).read_bytes() == (run / name).read_bytes(), name
 

@@ -51,6 +51,7 @@ def run_experiment(
     if point is not None:
         check_point(config, point, out)
     prepare_folder(config, out, resume)
+    environment = _environment(out, torch.device(device), command)
     retain_freed_memory()
     if point is not None and not (out / MAP / "result.json").exists():
         progress.message(f"the MAP point is that of {point}")
@@ -58,7 +59,7 @@ def run_experiment(
     if config.posterior.particles and (config.posterior.compare_map or config.posterior.start == "jitter"):
         _run_map(config, out / MAP, device, progress, command)
     begun = (out / LAST).exists()  # a run that was stopped while its MAP point trained has nothing of its own yet
-    return _run(config, out, device, resume and begun, progress, command, outside=config.posterior.particles > 0)
+    return _run(config, out, device, resume and begun, progress, environment, outside=config.posterior.particles > 0)
 
 
 def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, command: str) -> None:
@@ -71,13 +72,15 @@ def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, comm
     progress.message("first the MAP point of the same settings, to compare with")
     resume = (out / LAST).exists()
     prepare_folder(point, out, resume)
-    _run(point, out, device, resume, Unfinished(progress), command, outside=True)
+    environment = _environment(out, torch.device(device), command)
+    _run(point, out, device, resume, Unfinished(progress), environment, outside=True)
     progress.message(f"now the posterior of {config.posterior.particles} particles")
 
 
 def _run(
-    config: RunConfig, out: Path, device: str, resume: bool, progress: Progress, command: str, *, outside: bool
-) -> Result:
+    config: RunConfig, out: Path, device: str, resume: bool, progress: Progress, environment: dict[str, Any], *,
+    outside: bool,
+) -> Result:  # fmt: skip
     place = torch.device(device)
     material = load_material(config, with_outside=outside)
     splits = material.splits
@@ -90,8 +93,6 @@ def _run(
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
 
-    environment = _environment(out, place, command)
-    write_json(out / "environment.json", environment)
     network, fitted = _train(config, material, model, out, place, resume, progress, dense_params)
 
     evaluation = evaluate_network(config, material, network, place)
@@ -238,12 +239,13 @@ def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
 
 
 def _environment(out: Path, place: torch.device, command: str) -> dict[str, Any]:
-    """What the run runs on now; a resumed run keeps the moment and the command of its beginning."""
+    """Note what the run runs on now; a resumed run keeps the moment and the command of its beginning."""
     now = {**describe_environment(place), "command": command}
     file = out / "environment.json"
     if file.exists():
         before = json.loads(file.read_text())
         now = {**now, "started": before["started"], "command": before["command"], "resumed": now["started"]}
+    write_json(file, now)
     return now
 
 
