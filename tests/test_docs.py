@@ -229,6 +229,24 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
             assert part in map(anchor, headings), f"{target} in {document.name}"
 
 
+def test_the_figures_of_particles_around_a_network_are_those_of_the_results() -> None:
+    text = " ".join(POSTERIOR.read_text().split())
+    around = json.loads((ROOT / "results" / "cifar10-cnn" / "svgd-20" / "summary.json").read_text())
+    like, alone, calibrated = (
+        around[f"{key}log_likelihood"]["mean"] for key in ("", "map_", "map_calibrated_")
+    )  # fmt: skip
+    assert f"likelihood of {like:.3f}, the network alone {alone:.3f}, at its temperature {calibrated:.3f};" in text
+    before, after = (100 * around[f"{key}accuracy"]["mean"] for key in ("map_", ""))
+    assert f"from {before:.1f} to {after:.1f} % (means of three seeds, each of which gains)" in text
+    for key in ("accuracy", "log_likelihood"):
+        each = zip(around[key]["each"], around[f"map_{key}"]["each"], strict=True)
+        assert all(posterior > point for posterior, point in each)
+    deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
+    rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
+    assert f"{rise} (at 7.4 times smaller, two seeds)" in text
+    assert len(deep["accuracy"]["each"]) == 2
+
+
 @pytest.mark.parametrize("document", [METHOD, POSTERIOR], ids=lambda path: path.stem)
 def test_every_function_that_the_method_names_exists(document: Path) -> None:
     named = set(re.findall(r"`bayestrain\.([\w.]+)`", document.read_text()))
