@@ -106,7 +106,7 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
     found = json.loads((ROOT / "results" / "cifar10-cnn" / "svgd-20" / "summary.json").read_text())
     params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
     row = f"{params:,.0f} | {times:.1f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
-    assert f"| posteriors of 20 around those, parameters of each particle | {row}" in README.read_text()
+    assert f"| posteriors of 20 around those at their temperature, parameters each | {row}" in README.read_text()
     assert f"whose particles' mean is {found['mean_log_likelihood']['mean']:.3f}" in README.read_text()
     assert found["failed"] == []
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
@@ -232,10 +232,11 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 def test_the_figures_of_particles_around_a_network_are_those_of_the_results() -> None:
     text = " ".join(POSTERIOR.read_text().split())
     around = json.loads((ROOT / "results" / "cifar10-cnn" / "svgd-20" / "summary.json").read_text())
-    like, alone, calibrated = (
-        around[f"{key}log_likelihood"]["mean"] for key in ("", "map_", "map_calibrated_")
-    )  # fmt: skip
-    assert f"likelihood of {like:.3f}, the network alone {alone:.3f}, at its temperature {calibrated:.3f};" in text
+    keys = ("", "uncalibrated_", "map_", "map_calibrated_")
+    like, without, alone, calibrated = (around[f"{key}log_likelihood"]["mean"] for key in keys)
+    assert f"{like:.3f}" == f"{without:.3f}"
+    assert f"likelihood of {like:.3f} with or without a temperature, the network alone {alone:.3f}, at" in text
+    assert f"{alone:.3f}, at its temperature {calibrated:.3f};" in text
     before, after = (100 * around[f"{key}accuracy"]["mean"] for key in ("map_", ""))
     assert f"from {before:.1f} to {after:.1f} % (means of three seeds, each of which gains)" in text
     for key in ("accuracy", "log_likelihood"):

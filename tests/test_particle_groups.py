@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayestrain as bt
-from bayestrain.infer import SVGD, Ensemble
+from bayestrain.infer import MAP, SVGD, Ensemble
 from bayestrain.infer.particles import BLOCK, groups, matrices, matrix, parts
 from bayestrain.posterior import Posterior
 
@@ -92,33 +92,72 @@ def test_tensors_side_by_side_move_as_one_tensor_does(kind: type[SVGD] | type[En
 def _deep() -> nn.Module:
     same = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
     model = nn.Sequential(nn.Conv2d(1, 8, 3), *same, nn.Flatten(), nn.Linear(8 * 36, 10))
-    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
-    for layer in (model.get_submodule(f"{i}.0") for i in (1, 2, 3)):
-        assert isinstance(layer, bt.TTConv2d)
-        layer.force_plan("kernel")
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=6))
+    bt.compact_(model.get_submodule("2.0"), 0.5)  # equal modes, different ranks
+    for i in (1, 2, 3):
+        model.get_submodule(f"{i}.0").force_plan("kernel")  # type: ignore[operator]
+    assert bt.ranks(model)["2.0"] != bt.ranks(model)["3.0"]
     return model
 
 
-def test_particles_one_by_one_form_the_weights_of_equal_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def _sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.05)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+def test_particles_one_by_one_form_the_weights_of_equal_layers_together(
+    chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU: there a particle whose convolutions keep it busy goes through the network by itself."""
-
-    def sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(named, lr=0.05)
-
+    torch.manual_seed(0)
     x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
-    together = Posterior(bt.independent(_deep, 3), 100, optimizer=sgd)
+    start = _deep()
+    together = Posterior(bt.around(start, 3, 0.1), 100, optimizer=_sgd)
     for _ in range(4):
         together.step(x, y)
     monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: True)
-    alone = Posterior(bt.independent(_deep, 3), 100, optimizer=sgd)
+    alone = Posterior(bt.around(start, 3, 0.1), 100, optimizer=_sgd, chunk=chunk)
     alone.step(x, y)
-    assert alone.joint.alone
-    with Calls() as formed:
-        alone.step(x, y)
+    assert alone.joint.alone == (chunk != 2)  # who wants them in twos gets them so
+    forming = alone.joint.forming
     monkeypatch.setattr(alone.joint, "forming", nullcontext)
     with Calls() as each:
         alone.step(x, y)
-    assert formed.made["aten.mm.default"] < each.made["aten.mm.default"]
+    monkeypatch.setattr(alone.joint, "forming", forming)
+    with Calls() as formed:
+        alone.step(x, y)
+    assert (formed.made["aten.mm.default"] < each.made["aten.mm.default"]) == (chunk != 2)
     alone.step(x, y)
     for name, tensor in together.particles.items():
         torch.testing.assert_close(alone.particles[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("width", [3, BLOCK + 1])
+@pytest.mark.parametrize("with_prior", [False, True])
+def test_gradients_that_overlap_in_memory_are_kept_apart(width: int, with_prior: bool) -> None:
+    """Of x + cat(y, z), the gradients of y and z lie within that of x."""
+
+    def density(particles: dict[str, Tensor], _: Any = None) -> Tensor:
+        x, y, z = particles["x"], particles["y"], particles["z"]
+        return -(x + torch.cat([y, z], 1) - 1.0).square().sum(1)
+
+    def make(kind: type[Ensemble] | type[MAP], n: int) -> Ensemble | MAP:
+        generator = torch.Generator().manual_seed(0)
+        start = {name: torch.randn(1, size, generator=generator) for name, size in (("x", 2 * width), ("y", width))}
+        start["z"] = torch.randn(1, width, generator=generator)
+        options: dict[str, Any] = {"log_prior": density} if with_prior else {}
+        same = {name: tensor.expand(n, -1) for name, tensor in start.items()}
+        return kind(density, same, lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), clip=2.0, **options)
+
+    one, two = make(MAP, 1), make(Ensemble, 2)
+    for _ in range(4):
+        one.step(None)
+        two.step(None)
+    for name, tensor in one.particles.items():
+        torch.testing.assert_close(tensor[0], two.particles[name][1], msg=name)
+
+
+def test_norms_of_many_half_precision_tensors_do_not_overflow() -> None:
+    large = {f"{i}": torch.full((2, 1), 3e4, dtype=torch.half) for i in range(10)}
+    method = Ensemble(lambda p, _: -sum(t.float().sum(1) for t in p.values()), large, _sgd)  # type: ignore[arg-type,return-value]
+    assert bool(method.step(None).alive.all())

@@ -36,7 +36,6 @@ def diagnose(particles: Particles) -> Diagnostics:
     n = count(particles)
     if n < 2:
         raise ConfigError(f"Diagnostics compare particles: at least 2 are needed, got {n}.")
-    particles = {name: tensor.detach().contiguous() for name, tensor in particles.items()}
     alive = torch.stack([whole.isfinite().all(1) for whole in matrices(particles)]).all(0)
     d2 = squared_distances(particles, alive)
     length2 = sum(torch.where(alive, whole.square().sum(1), 0.0) for whole in matrices(particles))
@@ -65,14 +64,13 @@ def stein_discrepancy(particles: Particles, gradients: dict[str, Tensor]) -> flo
     n = count(particles)
     if n < 2:
         raise ConfigError(f"The Stein discrepancy compares particles: at least 2 are needed, got {n}.")
-    particles = {name: tensor.detach().contiguous() for name, tensor in particles.items()}
     alive = torch.ones(n, dtype=torch.bool, device=next(iter(particles.values())).device)
     d2 = squared_distances(particles, alive)
     h = median_bandwidth(d2)
     kernel = torch.exp(-d2 / h)
     scores, crossed, dimensions = torch.zeros_like(d2), torch.zeros_like(d2), 0
     for names in groups(particles):
-        whole, gradient = (matrix([tensors[name] for name in names]) for tensors in (particles, gradients))
+        whole, gradient = (matrix([tensors[name].detach() for name in names]) for tensors in (particles, gradients))
         for theta, score in zip(columns(whole), columns(gradient), strict=True):
             theta = centred(theta, alive)
             scores += score @ score.mT

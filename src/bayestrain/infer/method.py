@@ -111,15 +111,14 @@ class Method(ABC):
             together = groups(self.particles)
             moves = [matrix([gradients.pop(name) for name in names]) for names in together]
             alive = values.isfinite()
-            for whole in chain(moves, matrices(self.particles)):
-                alive = alive & torch.linalg.vector_norm(whole, dim=1).isfinite()
+            for norms in map(_norms, chain(moves, matrices(self.particles))):
+                alive = alive & norms.isfinite()
             for move in moves:
                 move.masked_fill_(~alive[:, None], 0.0)
             self.direction_(moves, alive)
             factor = torch.full((self.n,), -self.scale, dtype=values.dtype, device=values.device)  # optimisers descend
             if self.clip is not None:
-                size = torch.stack([torch.linalg.vector_norm(move, dim=1) for move in moves])
-                length = torch.linalg.vector_norm(size, dim=0) * self.scale
+                length = torch.linalg.vector_norm(torch.stack(list(map(_norms, moves))), dim=0) * self.scale
                 factor = factor * (self.clip / length.clamp_min(1e-30)).clamp_max(1.0)
             for names in together:
                 move = moves.pop(0)  # so that no more than a group is there twice
@@ -145,14 +144,15 @@ class Method(ABC):
         before: Tensor | None = None
         gradients: dict[str, Tensor] = {}
         if self.log_prior is not None:
-            before, gradients = self._gradients(slice(0, self.n), self.log_prior)
+            before, found = self._gradients(slice(0, self.n), self.log_prior)
+            gradients = _apart(found)
         values: list[Tensor] = []
         for start in range(0, self.n, size):
             part = slice(start, min(start + size, self.n))
             value, found = self._gradients(part, lambda tensors: self.log_density(tensors, batch))
             values.append(value)
             if size == self.n and before is None:
-                gradients = found
+                gradients = _apart(found)
                 continue
             if before is None and not gradients:
                 gradients = {name: torch.zeros_like(tensor) for name, tensor in self.particles.items()}
@@ -172,13 +172,7 @@ class Method(ABC):
                 f"log_density must return one number per particle, shape ({number},), got {tuple(value.shape)}."
             )
         found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-        gradients: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, gradient in zip(leaves, found, strict=True):
-            # Of x + y, autograd returns one tensor as the gradient of both; gradients are changed in place later.
-            gradients[name] = gradient.clone() if gradient.data_ptr() in seen else gradient.contiguous()
-            seen.add(gradient.data_ptr())
-        return value.detach(), gradients
+        return value.detach(), dict(zip(leaves, found, strict=True))
 
     def set_lr(self, lr: float) -> None:
         """Change the optimiser's learning rate."""
@@ -246,6 +240,24 @@ class Method(ABC):
         load_optimizer(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self._broken.copy_(state["broken"])
+
+
+def _apart(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same to be changed in place, each in memory of its own: of x + y, autograd returns one tensor for both."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, gradient in gradients.items():
+        gradient = gradient.contiguous()
+        place = gradient.untyped_storage().data_ptr()
+        found[name] = gradient.clone() if place in seen else gradient
+        seen.add(place)
+    return found
+
+
+def _norms(whole: Tensor) -> Tensor:
+    """Of the rows, at least in single precision: in half they would overflow."""
+    found: Tensor = torch.linalg.vector_norm(whole, dim=1, dtype=torch.promote_types(whole.dtype, torch.float32))
+    return found
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

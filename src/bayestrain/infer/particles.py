@@ -11,7 +11,7 @@ Particles = Mapping[str, Tensor]
 """``{name: (n, ..)}``; the entries of one particle are ``{name: tensor[i]}``."""
 
 BLOCK = 1 << 16
-"""Columns handled at once, and where a temporary copy of the particles is needed, copied."""
+"""Columns handled at once: where particles must be copied for a while, no more of them are."""
 
 
 def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ class Posterior(ParticleModel):
         needed = activations(self.joint, one, x, y)
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
-        self.joint.alone = self._goes_alone(needed)
+        self.joint.alone = self._chunk in (None, 1) and self._goes_alone(needed)
         chunk = self._chunk or (1 if self.joint.alone else None)
         self._estimate = plan(len(self), held, allocated, needed, self.device, chunk)
         self.method.chunk = self._estimate.chunk

@@ -46,7 +46,7 @@ BOLDEST = 0.3
 """The largest tolerance of a cut on the way to a target: what is cut then must be learned again."""
 
 LAST_INPUTS = 2**14
-"""Training inputs that batch norm's statistics are estimated from at the end, at most: more would change nothing."""
+"""Training inputs that particles' batch norm is settled with at the end: far more than a mean and a variance need."""
 
 PROBE = 64
 """Inputs on which a posterior's outputs are looked at after each epoch."""
@@ -216,7 +216,7 @@ class _Fit:
             if self.subject.searching:
                 self._round()
             batches = self._batches(torch.Generator().manual_seed(0))
-            self.subject.finish(x for x, _ in islice(batches, math.ceil(LAST_INPUTS / self.config.batch_size)))
+            self.subject.finish(x for x, _ in islice(batches, max(1, LAST_INPUTS // self.config.batch_size)))
         except KeyboardInterrupt:
             if self.folder is None or not (self.folder / LAST).exists():
                 raise
