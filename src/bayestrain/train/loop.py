@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayestrain.data import Images
-from bayestrain.errors import ConfigError, Interrupted, ParticleWarning, TrainingError
+from bayestrain.errors import Interrupted, ParticleWarning, TrainingError
 from bayestrain.infer import imq, rbf
 from bayestrain.posterior import Posterior
 from bayestrain.prior import Prior
@@ -184,7 +184,7 @@ class _Fit:
         self.total_epochs = config.epochs + config.finetune_epochs
         self.start_ratio = subject.ratio
         if config.target_ratio:
-            _check_target(config, subject)
+            subject.check_target(config)
         self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
@@ -388,18 +388,3 @@ class _Fit:
             f"the largest or broken cores is {self.subject.largest_layer()!r}.{where} "
             "Try a smaller fit.lr, fit.clip_norm=1, or a longer prior.warmup_epochs."
         )
-
-
-def _check_target(config: FitConfig, subject: Subject) -> None:
-    """Refuse at the beginning a target that cannot be reached at the end."""
-    if not subject.searching or config.rule != "rounding":
-        raise ConfigError('fit.target_ratio needs a search for ranks and fit.rule "rounding": nothing else is rounded.')
-    if subject.ratio >= config.target_ratio:
-        raise ConfigError(
-            f"fit.target_ratio {config.target_ratio:g} asks for nothing: with all its ranks the network is "
-            f"{subject.ratio:.3g}x smaller than dense. Ask for more, or start with a larger tensorize.max_rank."
-        )
-    try:
-        subject.tolerance_for(config.target_ratio, 0.0)
-    except ConfigError as error:
-        raise ConfigError(f"fit.target_ratio {config.target_ratio:g} is out of reach. {error}") from None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport
+from bayestrain.errors import ConfigError
 from bayestrain.muon import Muon, muon_groups
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.train.config import FitConfig, PriorConfig
@@ -54,6 +55,22 @@ class Subject(ABC):
     @abstractmethod
     def tolerance_for(self, ratio: float, least: float) -> float:
         """The smallest tolerance, not below `least`, that makes the network `ratio` times smaller than dense."""
+
+    def check_target(self, config: FitConfig) -> None:
+        """Refuse at the beginning a target that cannot be reached at the end."""
+        if not self.searching or config.rule != "rounding":
+            raise ConfigError(
+                'fit.target_ratio needs a search for ranks and fit.rule "rounding": nothing else is rounded.'
+            )
+        if self.ratio >= config.target_ratio:
+            raise ConfigError(
+                f"fit.target_ratio {config.target_ratio:g} asks for nothing: with all its ranks the network is "
+                f"{self.ratio:.3g}x smaller than dense. Ask for more, or start with a larger tensorize.max_rank."
+            )
+        try:
+            self.tolerance_for(config.target_ratio, 0.0)
+        except ConfigError as error:
+            raise ConfigError(f"fit.target_ratio {config.target_ratio:g} is out of reach. {error}") from None
 
     @abstractmethod
     def spectra(self) -> Spectra:
