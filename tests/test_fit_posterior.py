@@ -17,6 +17,9 @@ import bayestrain as bt
 from bayestrain import data
 from bayestrain.cli.app import app
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
+from bayestrain.report.figures.certainty import reliability_bins, reliability_plot
+from bayestrain.report.load import load_run
+from bayestrain.report.words import percent
 from bayestrain.train import loop, toml
 from bayestrain.train.config import PosteriorConfig, RunConfig
 from bayestrain.train.evaluation import evaluate_network
@@ -232,6 +235,18 @@ def test_a_run_leaves_the_posterior_its_figures_and_the_map_point(run: Path) -> 
     assert not (run / "model.safetensors").exists()
     with pytest.raises(ConfigError, match="already holds a run"):
         run_experiment(config(), run, device="cpu", resume=False, progress=Silent(), command="")
+
+
+def test_the_report_compares_with_the_map_point_at_its_own_temperature(run: Path) -> None:
+    page = load_run(run)
+    assert page.rival is not None
+    assert page.rival.evaluation is not None
+    assert page.map is not None
+    calibrated = json.loads((run / "map" / "result.json").read_text())["calibrated"]
+    assert page.rival.scores.ece == calibrated["ece"] != page.map.scores.ece
+    assert reliability_bins(page.rival.evaluation)[1] == pytest.approx(calibrated["ece"], rel=1e-2)
+    (plot,) = reliability_plot(page)
+    assert f"MAP {percent(calibrated['ece'])}" in plot.describe
 
 
 def test_evaluating_again_finds_the_same_figures(run: Path, tmp_path: Path) -> None:

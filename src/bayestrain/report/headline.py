@@ -82,7 +82,7 @@ def published(run: Run) -> Published | None:
 def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Card]:
     """The paper averages the particles' log likelihoods, so its figure stands beside that average."""
     of = {card.label: card for card in cards}
-    scores, other, paper = run.scores, run.map.scores if run.map else None, published(run)
+    scores, other, paper = run.scores, run.rival.scores if run.rival else None, published(run)
     likelihood, alone = of["Log likelihood"], posterior.mean_log_likelihood
     cards = [
         replace(of["Parameters"], note=f"in each of {posterior.particles} particles"),
@@ -97,8 +97,6 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
     ]  # fmt: skip
     if other is None:
         return cards
-    if posterior.temperature not in (None, 1.0):  # like with like
-        other = _at_its_temperature(other)
     pairs = {
         "Parameters": (words.count(other.params), verdict(scores.params, other.params, True)),
         "Test accuracy": (words.percent(other.accuracy), verdict(scores.accuracy, other.accuracy)),
@@ -111,18 +109,6 @@ def _of_posterior(run: Run, posterior: Posterior, cards: list[Card]) -> list[Car
         if value != "–":
             cards[place] = replace(card, map=value, map_verdict=judged)
     return cards
-
-
-def _at_its_temperature(scores: Scores) -> Scores:
-    """A MAP point's figures at its own temperature, if it has one."""
-    if scores.temperature is None:
-        return scores
-    return replace(
-        scores,
-        ece=scores.calibrated_ece,
-        log_likelihood=scores.calibrated_log_likelihood,
-        brier=scores.calibrated_brier,
-    )
 
 
 def _each_accuracy(posterior: Posterior) -> Card:
@@ -142,9 +128,7 @@ def _last_score(run: Run) -> Card:
             map="" if theirs is None else words.area(theirs),
             map_verdict=verdict(run.ood.auroc, theirs),
         )
-    theirs = run.map.scores.brier if run.map else None
-    if run.map and run.posterior and run.posterior.temperature not in (None, 1.0):
-        theirs = _at_its_temperature(run.map.scores).brier
+    theirs = run.rival.scores.brier if run.rival else None
     return Card(
         "Brier score",
         words.signed(run.scores.brier),

@@ -113,6 +113,11 @@ class Evaluation:
         """Which images are classified right."""
         return np.asarray(self.probabilities.argmax(1) == self.labels)
 
+    def at(self, temperature: float) -> "Evaluation":
+        """The same with every answer at a temperature."""
+        sharp = self.probabilities ** (1 / temperature)
+        return replace(self, probabilities=sharp / sharp.sum(1, keepdims=True))
+
     @property
     def entropy(self) -> NDArray[np.float64]:
         """Entropy of each answer in nats: the total uncertainty."""
@@ -137,6 +142,14 @@ class Scores:
     calibrated_ece: float | None = None
     calibrated_log_likelihood: float | None = None
     calibrated_brier: float | None = None
+
+    def at_their_temperature(self) -> "Scores":
+        """A single network's figures at its own temperature, if it has one."""
+        if self.temperature is None:
+            return self
+        return replace(
+            self, ece=self.calibrated_ece, log_likelihood=self.calibrated_log_likelihood, brier=self.calibrated_brier
+        )
 
     @property
     def ratio(self) -> float | None:
@@ -220,6 +233,16 @@ class Run:
     """The device on which its figures were taken anew, if they were."""
     missing: tuple[str, ...]
     """Files that were not there; the page says what it leaves out."""
+
+    @property
+    def rival(self) -> MapRun | None:
+        """The MAP run as the posterior is compared with it: at its own temperature if the posterior is at one."""
+        if self.map is None or self.posterior is None or self.posterior.temperature in (None, 1.0):
+            return self.map
+        scores, evaluation = self.map.scores, self.map.evaluation
+        if evaluation is not None and scores.temperature is not None:
+            evaluation = evaluation.at(scores.temperature)
+        return replace(self.map, scores=scores.at_their_temperature(), evaluation=evaluation)
 
     @property
     def tensor_layers(self) -> tuple[Layer, ...]:

@@ -35,8 +35,8 @@ def reliability_plot(run: Run) -> list[Plot]:
     """Accuracy against confidence; on the diagonal the probabilities mean what they say."""
     if run.evaluation is None:
         return []
-    if run.map and run.map.evaluation:
-        return [_reliability_of_both(run, run.evaluation, run.map)]
+    if run.rival and run.rival.evaluation:
+        return [_reliability_of_both(run, run.evaluation, run.rival)]
     bins, error = reliability_bins(run.evaluation)
     ece = error if run.scores.ece is None else run.scores.ece
     describe = f"Reliability diagram. Expected calibration error {percent(ece)}."
