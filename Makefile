@@ -27,7 +27,7 @@ results: $(INSTALLED) ## run again the MNIST lines under results/: minutes on a 
 	$(BIN)/python tools/run_seeds.py mnist --seeds 0 1 2 3 4 --jobs 2
 	$(BIN)/python tools/run_seeds.py mnist --label x300 --seeds 0 1 2 --jobs 2 --target-ratio 300 \
 	  --set prior.weight=1.0 --set 'tensorize.modes.3=[[25,5,5],[1,2,5]]' --set fit.finetune_epochs=25
-	$(BIN)/python tools/run_seeds.py mnist --label dense --seeds 0 1 2 --jobs 2 --kind dense
+	$(BIN)/python tools/run_seeds.py mnist --label dense --seeds 0 1 2 --jobs 2 --kind dense --set fit.lr=3e-4
 	$(BIN)/python tools/run_seeds.py mnist --label tensorized --seeds 0 1 2 --jobs 2 --kind tensorized
 	$(BIN)/python tools/run_seeds.py mnist --label w0.3 --seeds 0 1 2 --jobs 2 --set prior.weight=0.3
 	$(BIN)/python tools/run_seeds.py mnist --label w3 --seeds 0 1 2 --jobs 2 --set prior.weight=3
