@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bayestrain as bt
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
@@ -179,3 +180,33 @@ def test_calibration_checks_its_labels() -> None:
     x, y = batch()
     with pytest.raises((ConfigError, ShapeError)):
         posterior.calibrate_(x, y + 5)
+
+
+class Recomputing(nn.Module):
+    """Keeps nothing of its hidden layer, which is a module or a bare product."""
+
+    def __init__(self, bare: bool) -> None:
+        super().__init__()
+        self.bare, self.hidden, self.last = bare, nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(inputs: Tensor) -> Tensor:
+            return torch.tanh(inputs @ self.hidden.weight.mT if self.bare else self.hidden(inputs))
+
+        hidden: Tensor = checkpoint(part, x, use_reentrant=False)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_network_that_runs_again_on_the_way_back_is_refused(
+    bare: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients would be those of other weights."""
+    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: alone)
+    posterior = Posterior(independent(lambda: Recomputing(bare), 3), NUM_DATA, optimizer=adam)
+    before = {name: p.detach().clone() for name, p in posterior.template.named_parameters()}
+    with pytest.raises(ConfigError, match="runs parts of itself again in the backward pass"):
+        posterior.step(*batch())
+    for name, p in posterior.template.named_parameters():
+        assert torch.equal(p, before[name])

@@ -20,6 +20,7 @@ from bayestrain.posterior.compaction import compact_particles, particles_toleran
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import Activations, MemoryEstimate, activations, held_bytes, optimizer_states, plan
 from bayestrain.posterior.model import ParticleModel
+from bayestrain.posterior.recompute import refuse_recomputing
 from bayestrain.predict import Classification, Likelihood
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.sizes import tt_layers
@@ -134,6 +135,8 @@ class Posterior(ParticleModel):
         self._states = states
         self._chunk = chunk
         self._estimate: MemoryEstimate | None = None
+        self._trusted = False
+        """Whether the network was seen to need its weights no longer than a forward pass."""
         self._seen: list[dict[str, Tensor]] = []
         self.capture = Capture()
 
@@ -202,6 +205,9 @@ class Posterior(ParticleModel):
         self.joint.alone = self._chunk in (None, 1) and self._goes_alone(needed)
         chunk = self._chunk or (1 if self.joint.alone else None)
         self._estimate = plan(len(self), held, allocated, needed, self.device, chunk)
+        if not self._trusted:
+            refuse_recomputing(self.joint, one, x, y)
+            self._trusted = True
         self.method.chunk = self._estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
         return self._estimate
