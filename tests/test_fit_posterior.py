@@ -17,9 +17,16 @@ import bayestrain as bt
 from bayestrain import data
 from bayestrain.cli.app import app
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
-from bayestrain.report.figures.certainty import reliability_bins, reliability_plot
+from bayestrain.report.figures.certainty import (
+    at_share,
+    rejection_curve,
+    rejection_plot,
+    reliability_bins,
+    reliability_plot,
+)
+from bayestrain.report.figures.particles import score_plot
 from bayestrain.report.load import load_run
-from bayestrain.report.words import percent
+from bayestrain.report.words import percent, signed
 from bayestrain.train import loop, toml
 from bayestrain.train.config import PosteriorConfig, RunConfig
 from bayestrain.train.evaluation import evaluate_network
@@ -247,6 +254,13 @@ def test_the_report_compares_with_the_map_point_at_its_own_temperature(run: Path
     assert reliability_bins(page.rival.evaluation)[1] == pytest.approx(calibrated["ece"], rel=1e-2)
     (plot,) = reliability_plot(page)
     assert f"MAP {percent(calibrated['ece'])}" in plot.describe
+    (strips,) = score_plot(page)  # particles have no temperature, so here nobody has
+    plain = json.loads((run / "result.json").read_text())["posterior"]["uncalibrated"]["log_likelihood"]
+    assert f"posterior {signed(plain)}" in strips.describe
+    assert f"MAP: {signed(page.map.scores.log_likelihood)}" in strips.svg
+    assert "without a temperature" in strips.caption
+    (rejection,) = rejection_plot(page)
+    assert percent(at_share(rejection_curve(page.rival.evaluation), 0.9)) in rejection.describe
 
 
 def test_evaluating_again_finds_the_same_figures(run: Path, tmp_path: Path) -> None:

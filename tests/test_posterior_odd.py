@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bayestrain as bt
-from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
+from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError
 from bayestrain.posterior import Posterior, around, independent
 
 NUM_DATA = 50
@@ -183,30 +183,64 @@ def test_calibration_checks_its_labels() -> None:
 
 
 class Recomputing(nn.Module):
-    """Keeps nothing of its hidden layer, which is a module or a bare product."""
+    """Keeps nothing of its hidden layer, a module or a bare product, which comes first or second."""
 
-    def __init__(self, bare: bool) -> None:
+    def __init__(self, bare: bool, first: bool) -> None:
         super().__init__()
-        self.bare, self.hidden, self.last = bare, nn.Linear(12, 8), nn.Linear(8, 3)
+        self.bare, self.first = bare, nn.Identity() if first else nn.Linear(12, 12)
+        self.hidden, self.last = nn.Linear(12, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         def part(inputs: Tensor) -> Tensor:
             return torch.tanh(inputs @ self.hidden.weight.mT if self.bare else self.hidden(inputs))
 
-        hidden: Tensor = checkpoint(part, x, use_reentrant=False)
+        hidden: Tensor = checkpoint(part, self.first(x), use_reentrant=False)
         return self.last(hidden)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.fixture(params=[False, True], ids=["vmap", "alone"])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether particles go one by one, as large convolutions do on a GPU."""
+    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_network_that_runs_again_on_the_way_back_is_refused(
-    bare: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_runs_again_on_the_way_back_is_refused(bare: bool, first: bool, alone: bool) -> None:
     """Its gradients would be those of other weights."""
-    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: alone)
-    posterior = Posterior(independent(lambda: Recomputing(bare), 3), NUM_DATA, optimizer=adam)
+    posterior = Posterior(independent(lambda: Recomputing(bare, first), 3), NUM_DATA, optimizer=adam)
     before = {name: p.detach().clone() for name, p in posterior.template.named_parameters()}
-    with pytest.raises(ConfigError, match="runs parts of itself again in the backward pass"):
-        posterior.step(*batch())
+    x, y = batch()
+    said = "runs parts of itself again in the backward pass"
+    for lowered in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=lowered), pytest.raises(ConfigError, match=said):
+            posterior.step(x, y)
     for name, p in posterior.template.named_parameters():
         assert torch.equal(p, before[name])
+    if alone:  # a batch that tells nothing is not taken for an answer
+        with pytest.raises(TrainingError):
+            posterior.step(x * torch.nan, y)
+        with pytest.raises(ConfigError, match=said):
+            posterior.step(x, y)
+
+
+class Root(nn.Module):
+    """Of what dropout leaves of a few numbers, perhaps nothing, where the root has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = nn.functional.dropout(x[:1, :2], 0.7) * self.weight.sum()
+        return x[:, :3] * self.weight * left.square().sum().sqrt()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_network_that_only_draws_badly_is_not_refused(seed: int, alone: bool) -> None:
+    posterior = Posterior([Root() for _ in range(2)], NUM_DATA, method="ensemble", optimizer=adam)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        posterior.estimate_memory(*batch())
+    assert posterior.joint.alone == alone

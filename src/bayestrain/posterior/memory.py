@@ -115,6 +115,8 @@ def activations(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor) -> A
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
+        if torch._C._functorch.is_batchedtensor(tensor):  # a checkpoint's, and such networks are refused
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
@@ -122,7 +124,7 @@ def activations(joint: Joint, one: dict[str, Tensor], x: Tensor, y: Tensor) -> A
 
     devices = [x.device] if x.device.type == "cuda" else []
     keep_noted = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
-    with torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
+    with torch.enable_grad(), torch.random.fork_rng(devices=devices), keep_noted, _Largest() as largest:
         joint.batched({name: tensor[None] for name, tensor in point.items()}, "likelihood", x, y)  # as a step runs it
     return Activations(BACKWARD * (sum(saved.values()) + int(largest.bytes)), int(largest.entries))
 

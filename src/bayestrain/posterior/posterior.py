@@ -155,6 +155,8 @@ class Posterior(ParticleModel):
         """
         if self._estimate is None:
             self.estimate_memory(x, y)
+        elif not self._trusted:
+            self._trusted = refuse_recomputing(self.joint, self._first(), x, y)
         if not isinstance(self.joint.prior_weight, Tensor):
             self.joint.prior_weight = torch.zeros((), device=self.device)
         self.joint.prior_weight.fill_(self.prior.current_weight)
@@ -196,21 +198,23 @@ class Posterior(ParticleModel):
     def estimate_memory(self, x: Tensor, y: Tensor) -> MemoryEstimate:
         """What training on batches like this one takes; raises if it cannot fit. `step` asks for it by itself."""
         self.template.train()
-        one = {name: t[0].detach().requires_grad_() for name, t in self.particles.items()}
-        one |= {name: t[0] for name, t in self.carried.items()}
+        one = self._first()
         self.joint.alone = False  # measured the same way each time
         needed = activations(self.joint, one, x, y)
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
         self.joint.alone = self._chunk in (None, 1) and self._goes_alone(needed)
         chunk = self._chunk or (1 if self.joint.alone else None)
-        self._estimate = plan(len(self), held, allocated, needed, self.device, chunk)
-        if not self._trusted:
-            refuse_recomputing(self.joint, one, x, y)
-            self._trusted = True
-        self.method.chunk = self._estimate.chunk
+        estimate = plan(len(self), held, allocated, needed, self.device, chunk)
+        self._trusted = self._trusted or refuse_recomputing(self.joint, one, x, y)
+        self._estimate, self.method.chunk = estimate, estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
         return self._estimate
+
+    def _first(self) -> dict[str, Tensor]:
+        """One particle, to try things with."""
+        one = {name: t[0].detach().requires_grad_() for name, t in self.particles.items()}
+        return one | {name: t[0] for name, t in self.carried.items()}
 
     def _goes_alone(self, needed: Activations) -> bool:
         """Whether particles had better go one by one: convolutions that keep a GPU busy only get slower in groups."""

@@ -133,7 +133,7 @@ def rejection_plot(run: Run) -> list[Plot]:
     if run.evaluation is None:
         return []
     ours = rejection_curve(run.evaluation)
-    other = run.map.evaluation if run.map else None
+    other = run.rival.evaluation if run.rival else None
     theirs = None if other is None else rejection_curve(other)
     at_90, on_all = at_share(ours, 0.9), float(ours[-1])
     describe = f"Accuracy against the share of images answered: {percent(on_all)} on all, {percent(at_90)} on 90 %."

@@ -36,11 +36,12 @@ def score_plot(run: Run) -> list[Plot]:
     if posterior is None:
         return []
     ours, other = run.scores, run.map.scores if run.map else None
+    plain = ours.log_likelihood if posterior.plain_log_likelihood is None else posterior.plain_log_likelihood
     strips = [
         Strip("test accuracy / %", percent, lambda value: f"{100 * value:.4g}", posterior.accuracies, ours.accuracy,
               other.accuracy if other else None),
         Strip("log likelihood per test image", signed, short,
-              posterior.log_likelihoods, ours.log_likelihood, other.log_likelihood if other else None),
+              posterior.log_likelihoods, plain, other.log_likelihood if other else None),
     ]  # fmt: skip
     strips = [strip for strip in strips if sum(value is not None for value in strip.particles) > 1]
     if not strips:
@@ -62,7 +63,7 @@ def score_plot(run: Run) -> list[Plot]:
     caption = (
         "The posterior answers with the particles’ mean probability: how far it lies from their mean is what "
         "answering together gains."
-    )
+    ) + (" All are without a temperature here." if posterior.temperature not in (None, 1.0) else "")
     return [Plot("particle-scores", "Each particle, and all together", caption, describe, svg)]
 
 
