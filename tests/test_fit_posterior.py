@@ -181,7 +181,8 @@ def test_batch_norm_of_particles_is_settled_with_a_part_of_many_inputs(monkeypat
 
     monkeypatch.setattr(bt.Posterior, "refresh_statistics", counted)
     monkeypatch.setattr(loop, "LAST_INPUTS", 250)
-    trained(config=settings(epochs=1, finetune_epochs=1, batch_size=100))
+    monkeypatch.setattr(loop, "LAST_BATCH", 100)
+    trained(config=settings(epochs=1, finetune_epochs=1, batch_size=50))
     assert seen == [100, 100]
 
 

@@ -130,6 +130,14 @@ def test_particles_one_by_one_form_the_weights_of_equal_layers_together(
     alone.step(x, y)
     for name, tensor in together.particles.items():
         torch.testing.assert_close(alone.particles[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    for posterior in (together, alone):
+        posterior.refresh_statistics([x, 2 * x])
+    for name, tensor in together.carried.items():
+        torch.testing.assert_close(alone.carried[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+    with Calls() as predicting:
+        outputs = alone.outputs(x)
+    torch.testing.assert_close(outputs, together.outputs(x), rtol=1e-4, atol=1e-4)
+    assert predicting.made["aten.convolution.default"] == (4 if chunk == 2 else 3 * 4)  # one by one here, too
 
 
 @pytest.mark.parametrize("width", [3, BLOCK + 1])

@@ -134,8 +134,9 @@ def predicted_at_once(joint: Joint, particles: dict[str, Tensor], x: Tensor, bat
     """How many particles and how many inputs go through the network at once, for predictions of `x`.
 
     What a part of the inputs makes in one particle is measured; not where there are few of them, which always fit.
+    Particles that train one by one predict so, too.
     """
-    n, batch = len(next(iter(particles.values()))), min(batch_size, len(x))
+    n, batch = 1 if joint.alone else len(next(iter(particles.values()))), min(batch_size, len(x))
     if n * batch <= FEW:
         return n, batch
     part = -(-batch // PART)

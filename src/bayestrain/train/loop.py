@@ -48,6 +48,9 @@ BOLDEST = 0.3
 LAST_INPUTS = 2**14
 """Training inputs that particles' batch norm is settled with at the end: far more than a mean and a variance need."""
 
+LAST_BATCH = 2**11
+"""So many of them at once: without gradients large batches fit, and few of them are quicker than many."""
+
 PROBE = 64
 """Inputs on which a posterior's outputs are looked at after each epoch."""
 
@@ -215,8 +218,9 @@ class _Fit:
                 self._record(history, log, means)
             if self.subject.searching:
                 self._round()
-            batches = self._batches(torch.Generator().manual_seed(0))
-            self.subject.finish(x for x, _ in islice(batches, max(1, LAST_INPUTS // self.config.batch_size)))
+            size = max(LAST_BATCH, self.config.batch_size)
+            batches = self._batches(torch.Generator().manual_seed(0), size)
+            self.subject.finish(x for x, _ in islice(batches, max(1, LAST_INPUTS // size)))
         except KeyboardInterrupt:
             if self.folder is None or not (self.folder / LAST).exists():
                 raise
@@ -226,19 +230,17 @@ class _Fit:
         own_ranks = self.subject.own_ranks if isinstance(self.subject, ParticleSubject) else {}
         return FitResult(history.lines, self.spectra, self.seconds, own_ranks)
 
-    def _batches(self, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, order: torch.Generator, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         def augment(x: Tensor) -> Tensor:
             return self.subject.arrange(x if self.augment is None else self.augment(x, self.noise))
 
-        return self.train.batches(
-            self.config.batch_size, shuffle=True, generator=order, device=self.device, augment=augment
-        )
+        return self.train.batches(size, shuffle=True, generator=order, device=self.device, augment=augment)
 
     def _run_epoch(self, epoch: int) -> dict[str, Any]:
         """One pass over the training images; the mean losses and accuracy."""
         sums = torch.zeros(3, device=self.device)  # data loss, prior loss, right answers, each times the batch size
         seen = 0
-        for step, (x, y) in enumerate(self._batches(self.order), start=1):
+        for step, (x, y) in enumerate(self._batches(self.order, self.config.batch_size), start=1):
             rate = self._set_rate(epoch - 1 + (step - 1) / self.steps_per_epoch)
             sums += self.subject.step(x, y) * len(y)
             seen += len(y)
