@@ -94,6 +94,31 @@ def test_particles_start_around_it_on_the_command_line(point: Path, tmp_path: Pa
     assert "MAP point is that of" in " ".join(shown.output.split())
 
 
+def test_a_small_network_is_kept_with_its_figures_and_can_be_gone_on_with(point: Path, tmp_path: Path) -> None:
+    """What `tools/run_seeds.py` keeps of a run is enough to evaluate it again, and to start a posterior around it."""
+    runs, results, posterior = tmp_path / "runs", tmp_path / "results", tmp_path / "posterior"
+    shutil.copytree(point, runs / "mnist-mini-one-seed0")
+    large = shutil.copytree(point, runs / "mnist-mini-one-seed1")
+    with (large / "model.safetensors").open("ab") as weights:
+        weights.write(bytes(1 << 20))
+    old = results / "mnist-mini" / "one" / "seed-1"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").write_bytes(b"of an earlier gathering")
+    command = [sys.executable, ROOT / "tools" / "run_seeds.py", "mnist-mini", "--label", "one", "--seeds", "0", "1"]
+    subprocess.run([*command, "--runs", runs, "--results", results], check=True)
+    assert {path.name for path in old.iterdir()} == {"config.toml", "environment.json", "result.json"}
+    kept = results / "mnist-mini" / "one" / "seed-0"
+    assert {"model.json", "model.safetensors"} < {path.name for path in kept.iterdir()}
+    before = json.loads((kept / "result.json").read_text())
+    assert CliRunner().invoke(app, ["evaluate", str(kept)]).exit_code == 0
+    again = json.loads((kept / "result.json").read_text())
+    assert (again["accuracy"], again["log_likelihood"]) == (before["accuracy"], before["log_likelihood"])
+    trained(config('posterior.start="jitter"', "posterior.jitter_epochs=1"), posterior, "a test", point=kept)
+    assert not (posterior / "map" / "history.jsonl").exists()
+    assert of_map(posterior)["command"] == "the point"
+    assert CliRunner().invoke(app, ["report", str(posterior)]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -120,7 +145,7 @@ def test_what_is_no_finished_point_is_refused(point: Path, posterior: Path, tmp_
 
 @pytest.mark.parametrize(
     ("name", "missing"),
-    [("history.jsonl", True), ("model.safetensors", True), ("model.safetensors", False), ("spectra.json", False)],
+    [("environment.json", True), ("model.safetensors", True), ("model.safetensors", False), ("spectra.json", False)],
 )
 def test_an_incomplete_point_does_not_cost_the_run_that_is_there(
     point: Path, posterior: Path, tmp_path: Path, name: str, missing: bool

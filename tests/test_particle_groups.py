@@ -128,16 +128,49 @@ def test_particles_one_by_one_form_the_weights_of_equal_layers_together(
         alone.step(x, y)
     assert (formed.made["aten.mm.default"] < each.made["aten.mm.default"]) == (chunk != 2)
     alone.step(x, y)
+    idle = {f"model.{i}.0.bias": f"model.{i}.1.running_mean" for i in (1, 2, 3)}  # a batch norm takes them away
     for name, tensor in together.particles.items():
-        torch.testing.assert_close(alone.particles[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        if name in idle and chunk != 2:
+            assert tensor.any()
+            assert not alone.particles[name].any()
+        else:
+            torch.testing.assert_close(alone.particles[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(alone.outputs(x), together.outputs(x), rtol=1e-4, atol=1e-4)
     for posterior in (together, alone):
         posterior.refresh_statistics([x, 2 * x])
+        for bias, mean in idle.items():
+            posterior.carried[mean] -= posterior.particles[bias].detach()
+            posterior.particles[bias].detach().zero_()
     for name, tensor in together.carried.items():
         torch.testing.assert_close(alone.carried[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
     with Calls() as predicting:
         outputs = alone.outputs(x)
     torch.testing.assert_close(outputs, together.outputs(x), rtol=1e-4, atol=1e-4)
     assert predicting.made["aten.convolution.default"] == (4 if chunk == 2 else 3 * 4)  # one by one here, too
+
+
+@pytest.mark.parametrize("method", ["svgd", "ensemble", "sgld"])
+def test_idle_biases_stay_at_zero_but_where_noise_moves_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: True)
+    x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
+    start = _deep()
+    posterior = Posterior(bt.around(start, 3, 0.1), 100, method=method)
+    before = posterior.outputs(x)
+    posterior.estimate_memory(x, y)
+    assert posterior.joint.alone
+    torch.testing.assert_close(posterior.outputs(x), before)  # the biases went into the running means
+    for _ in range(3):
+        posterior.step(x, y)
+    posterior.drop_([1])
+    posterior.step(x, y)  # which asks for memory anew
+    biases = [posterior.particles[f"model.{i}.0.bias"] for i in (1, 2, 3)]
+    assert all(bool(bias.any()) == (method == "sgld") for bias in biases)
+    assert posterior.particles["model.0.bias"].any()  # no batch norm follows this one
+    x = x.double()
+    networks = [posterior.particle(i).double() for i in range(len(posterior))]
+    ours = torch.stack([network(x) for network in networks]).float()
+    torch.testing.assert_close(posterior.outputs(x.float()), ours, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [3, BLOCK + 1])

@@ -4,8 +4,9 @@
     python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
 
 Each run is a process of its own with one thread, so that two share two cores without getting in each other's way. A
-finished run is only gathered, one that was stopped goes on. Of a posterior, the first good seed keeps its answers
-to the test images too, for the figure of its uncertainty. Further arguments go to ``bayestrain train``; ``{seed}`` in
+finished run is only gathered, one that was stopped goes on. Networks that are small are kept, to be evaluated again or
+to start a posterior around. Of a posterior, the first good seed keeps its answers to the test images too, for the
+figure of its uncertainty. Further arguments go to ``bayestrain train``; ``{seed}`` in
 them is the seed, as in ``--map runs/cifar10-cnn-x16-seed{seed}``.
 """
 
@@ -24,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 KEPT = ("result.json", "environment.json", "config.toml")
+NETWORK = ("model.json", "model.safetensors")
+LARGEST = 1 << 20
+"""Bytes of the weights of a network that is kept."""
+
 ANSWERS = "evaluation.safetensors"
 """The answers to every test image and outside image, some 0.7 MB: kept of one seed only."""
 
@@ -53,6 +58,10 @@ def run(
     kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
         shutil.copy(out / file, kept / file)
+    for file in NETWORK:
+        (kept / file).unlink(missing_ok=True)
+        if (out / NETWORK[1]).exists() and (out / NETWORK[1]).stat().st_size <= LARGEST:
+            shutil.copy(out / file, kept / file)
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     print(f"seed {seed}: " + ", ".join(f"{key} {result[key]:.5g}" for key in SUMMARISED), flush=True)
     return result

@@ -34,6 +34,8 @@ class IdleBiases:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.names: dict[str, list[str]] = {}
+        """The layers with such biases, and the batch norms behind each."""
         self._found: list[tuple[nn.Module, list[_BatchNorm]]] = []
         modes = [(module, module.training) for module in model.modules()]
         try:
@@ -58,6 +60,7 @@ class IdleBiases:
                 and not layer._forward_hooks
                 and not any(id(norm) in kept or norm._forward_pre_hooks for norm in followers)
             ):
+                self.names[name] = norms
                 self._found.append((layer, followers))
         self.empty()
 

@@ -145,25 +145,26 @@ class Method(ABC):
         gradients: dict[str, Tensor] = {}
         if self.log_prior is not None:
             before, found = self._gradients(slice(0, self.n), self.log_prior)
-            gradients = _apart(found)
+            gradients = self._whole(found)
         values: list[Tensor] = []
         for start in range(0, self.n, size):
             part = slice(start, min(start + size, self.n))
             value, found = self._gradients(part, lambda tensors: self.log_density(tensors, batch))
             values.append(value)
             if size == self.n and before is None:
-                gradients = _apart(found)
+                gradients = self._whole(found)
                 continue
             if before is None and not gradients:
                 gradients = {name: torch.zeros_like(tensor) for name, tensor in self.particles.items()}
-            torch._foreach_add_([gradients[name][part] for name in found], list(found.values()))
+            if found:
+                torch._foreach_add_([gradients[name][part] for name in found], list(found.values()))
         joined = torch.cat(values)
         return joined if before is None else joined + before, gradients
 
     def _gradients(
         self, part: slice, density: Callable[[dict[str, Tensor]], Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Values and gradients of a density for some of the particles."""
+        """Values and gradients of a density for some of the particles; none of tensors that it does not depend on."""
         leaves = {name: tensor.detach()[part].requires_grad_() for name, tensor in self.particles.items()}
         value = density({**leaves, **{name: tensor[part] for name, tensor in self.carried.items()}})
         number = part.stop - part.start
@@ -171,8 +172,15 @@ class Method(ABC):
             raise ShapeError(
                 f"log_density must return one number per particle, shape ({number},), got {tuple(value.shape)}."
             )
-        found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-        return value.detach(), dict(zip(leaves, found, strict=True))
+        found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
+        named = zip(leaves, found, strict=True)
+        return value.detach(), {name: gradient for name, gradient in named if gradient is not None}
+
+    def _whole(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of all tensors, to be changed in place."""
+        return _apart({
+            name: found[name] if name in found else torch.zeros_like(tensor) for name, tensor in self.particles.items()
+        })  # fmt: skip
 
     def set_lr(self, lr: float) -> None:
         """Change the optimiser's learning rate."""

@@ -1,7 +1,7 @@
 """The joint density of data and weights as one module, so that stacked tensors can stand in for its parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Joint(nn.Module):
         self.alone = False
         """Whether a single particle trains without vmap, like a network by itself; dropout then draws other numbers."""
         self.forming = FormTogether(model)
+        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Leaves out of training what has no effect on it."""
         self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
         """Whether a parameter has several names; looking for these at each call takes time."""
 
@@ -41,17 +43,21 @@ class Joint(nn.Module):
             value = self.prior.log_prob()
             return {"density": self.prior_weight * value, "prior": value.detach()}
         if what == "outputs":
-            return {"outputs": self.model(*inputs)}
+            return {"outputs": self._outputs(*inputs)}
         if what == "describe":
-            return self.likelihood.describe(self.model(*inputs))
+            return self.likelihood.describe(self._outputs(*inputs))
         assert self.prior is not None
         self.prior.step()
         return {}
 
+    def _outputs(self, *inputs: Tensor) -> Tensor:
+        with self.forming() if self.alone else nullcontext():
+            return self.model(*inputs)  # type: ignore[no-any-return]
+
     def _likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """``N * mean log likelihood``, that mean, and the outputs."""
-        with self.forming() if self.alone else nullcontext():
-            outputs = self.model(x)
+        with self.idle():
+            outputs = self._outputs(x)
         if not isinstance(outputs, Tensor):
             raise ConfigError(
                 f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."

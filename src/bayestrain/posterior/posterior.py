@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from bayestrain.batchnorm import IdleBiases
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
@@ -135,6 +137,7 @@ class Posterior(ParticleModel):
         self._states = states
         self._chunk = chunk
         self._estimate: MemoryEstimate | None = None
+        self._idle: IdleBiases | None = None
         self._trusted = False
         """Whether the network was seen to need its weights no longer than a forward pass."""
         self._seen: list[dict[str, Tensor]] = []
@@ -199,11 +202,13 @@ class Posterior(ParticleModel):
         """What training on batches like this one takes; raises if it cannot fit. `step` asks for it by itself."""
         self.template.train()
         one = self._first()
-        self.joint.alone = False  # measured the same way each time
+        self.joint.alone, self.joint.idle = False, nullcontext  # measured the same way each time
         needed = activations(self.joint, one, x, y)
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
         self.joint.alone = self._chunk in (None, 1) and self._goes_alone(needed)
+        if self.joint.alone and self.method.name != "sgld":  # whose noise moves biases that nobody needs, too
+            self._leave_idle_biases_out()
         chunk = self._chunk or (1 if self.joint.alone else None)
         estimate = plan(len(self), held, allocated, needed, self.device, chunk)
         self._trusted = self._trusted or refuse_recomputing(self.joint, one, x, y)
@@ -220,6 +225,21 @@ class Posterior(ParticleModel):
         """Whether particles had better go one by one: convolutions that keep a GPU busy only get slower in groups."""
         convolving = any(isinstance(module, _ConvNd | TTConv2d) for module in self.template.modules())
         return self.device.type == "cuda" and convolving and needed.bytes > BUSY
+
+    @torch.no_grad()
+    def _leave_idle_biases_out(self) -> None:
+        """Biases that a batch norm takes away again become zero and stay out of training (`IdleBiases`)."""
+        self._idle = self._idle or IdleBiases(self.template)
+        for layer, norms in self._idle.names.items():
+            bias = self.particles[f"model.{layer}.bias"]
+            for norm in norms:
+                if (mean := self.carried.get(f"model.{norm}.running_mean")) is not None:
+                    mean -= bias
+            bias.zero_()
+            for value in self.method.optimizer.state.get(bias, {}).values():
+                if isinstance(value, Tensor) and value.shape == bias.shape:
+                    value.zero_()  # nor does it go on by itself
+        self.joint.idle = self._idle
 
     def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
         """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.

@@ -17,7 +17,9 @@ from bayestrain.train.places import MAP, TAKING
 from bayestrain.train.reevaluation import evaluate_run
 
 NEEDED = ("accuracy", "log_likelihood", "ece", "brier", "params", "dense_params", "ranks", "seconds")
-TAKEN = ("environment.json", "history.jsonl", "spectra.json", "result.json", WEIGHTS, DESCRIPTION)
+TAKEN = ("environment.json", "result.json", WEIGHTS, DESCRIPTION)
+SHOWN = ("history.jsonl", "spectra.json")
+"""Only for the report; what is kept under ``results/`` is without them."""
 
 
 def check_point(config: RunConfig, run: Path, out: Path | None = None) -> None:
@@ -37,7 +39,8 @@ def check_point(config: RunConfig, run: Path, out: Path | None = None) -> None:
     if changed := differences(_as_in(had, config), config):
         raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
     for name in ("environment.json", "spectra.json", "result.json"):  # what is damaged is found before anything is done
-        _check_json(run / name)
+        if (run / name).exists():
+            _check_json(run / name)
     load_model(run)
     if out is not None and (out / MAP / "result.json").exists() and not _same_weights(run, out / MAP):
         raise ConfigError(f"{out} has a MAP point already, and it is not that of {run}. Resume without it.")
@@ -48,8 +51,9 @@ def take_over(config: RunConfig, run: Path, out: Path, device: str, command: str
     scratch, place = out / TAKING, out / MAP
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    for name in TAKEN:
-        shutil.copyfile(run / name, scratch / name)
+    for name in (*TAKEN, *SHOWN):
+        if (run / name).exists():
+            shutil.copyfile(run / name, scratch / name)
     toml.save(config.replace("posterior", particles=0), scratch / "config.toml")
     evaluate_run(scratch, device=device, command=command, with_outside=True)
     shutil.rmtree(place, ignore_errors=True)  # one that was begun
