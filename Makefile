@@ -48,7 +48,7 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label svgd-20 --seeds 0 1 2 --particles 20 --target-ratio 32 \
 	  --map 'runs/cifar10-cnn-x32-seed{seed}' --set posterior.start=jitter --set posterior.jitter=0.2 \
 	  --set posterior.jitter_epochs=6 --set fit.checkpoint_every=1
-	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x7 --seeds 0 1 --target-ratio 7.4
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x7 --seeds 0 1 2 3 --target-ratio 7.4
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x11 --seeds 0 1 --target-ratio 11
 
 table: $(INSTALLED) ## write results/TABLE.md and its figures from what is under results/

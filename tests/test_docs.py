@@ -245,8 +245,8 @@ def test_the_figures_of_particles_around_a_network_are_those_of_the_results() ->
         assert all(posterior > point for posterior, point in each)
     deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
     rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
-    assert f"{rise} (at 7.4 times smaller, two seeds)" in text
-    assert len(deep["accuracy"]["each"]) == 2
+    assert f"{rise} (at 7.4 times smaller, four seeds)" in text
+    assert len(deep["accuracy"]["each"]) == 4
 
 
 @pytest.mark.parametrize("document", [METHOD, POSTERIOR], ids=lambda path: path.stem)
