@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,18 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made[str(function)] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def slow_dense(cores: Sequence[Tensor]) -> Tensor:

@@ -170,7 +170,15 @@ def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_fin
     assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
 
 
-def test_batch_norm_of_particles_is_settled_with_a_part_of_many_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "batch", "size", "wanted"),
+    [(250, 100, 50, [100, 100]), (10_000, 600, 50, [600]), (10_000, 999, 50, [999]), (10_000, 2048, 50, [1000])],
+    ids=["part", "rest left out", "one left out", "all"],
+)
+def test_batch_norm_of_particles_is_settled_with_large_batches(
+    inputs: int, batch: int, size: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(TRAIN) == 1000
     seen: list[int] = []
     refresh = bt.Posterior.refresh_statistics
 
@@ -180,10 +188,10 @@ def test_batch_norm_of_particles_is_settled_with_a_part_of_many_inputs(monkeypat
         refresh(posterior, parts)
 
     monkeypatch.setattr(bt.Posterior, "refresh_statistics", counted)
-    monkeypatch.setattr(loop, "LAST_INPUTS", 250)
-    monkeypatch.setattr(loop, "LAST_BATCH", 100)
-    trained(config=settings(epochs=1, finetune_epochs=1, batch_size=50))
-    assert seen == [100, 100]
+    monkeypatch.setattr(loop, "LAST_INPUTS", inputs)
+    monkeypatch.setattr(loop, "LAST_BATCH", batch)
+    trained(config=settings(epochs=1, finetune_epochs=1, batch_size=size))
+    assert seen == wanted
 
 
 def test_an_augmentation_may_change_the_shape_and_a_network_be_one_layer() -> None:

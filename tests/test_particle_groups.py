@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from layer_kit import Calls
+from torch import Tensor
 
-import bayestrain as bt
 from bayestrain.infer import MAP, SVGD, Ensemble
 from bayestrain.infer.particles import BLOCK, groups, matrices, matrix, parts
-from bayestrain.posterior import Posterior
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operations that are run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made[str(function)] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def bowl(particles: dict[str, Tensor], _: Any) -> Tensor:
@@ -89,90 +74,6 @@ def test_tensors_side_by_side_move_as_one_tensor_does(kind: type[SVGD] | type[En
     torch.testing.assert_close(joined, one.particles["x"].detach(), rtol=1e-12, atol=1e-12)
 
 
-def _deep() -> nn.Module:
-    same = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), *same, nn.Flatten(), nn.Linear(8 * 36, 10))
-    bt.tensorize_(model, bt.TensorizeConfig(max_rank=6))
-    bt.compact_(model.get_submodule("2.0"), 0.5)  # equal modes, different ranks
-    for i in (1, 2, 3):
-        model.get_submodule(f"{i}.0").force_plan("kernel")  # type: ignore[operator]
-    assert bt.ranks(model)["2.0"] != bt.ranks(model)["3.0"]
-    return model
-
-
-def _sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.05)
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 2])
-def test_particles_one_by_one_form_the_weights_of_equal_layers_together(
-    chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: there a particle whose convolutions keep it busy goes through the network by itself."""
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
-    start = _deep()
-    together = Posterior(bt.around(start, 3, 0.1), 100, optimizer=_sgd)
-    for _ in range(4):
-        together.step(x, y)
-    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: True)
-    alone = Posterior(bt.around(start, 3, 0.1), 100, optimizer=_sgd, chunk=chunk)
-    alone.step(x, y)
-    assert alone.joint.alone == (chunk != 2)  # who wants them in twos gets them so
-    forming = alone.joint.forming
-    monkeypatch.setattr(alone.joint, "forming", nullcontext)
-    with Calls() as each:
-        alone.step(x, y)
-    monkeypatch.setattr(alone.joint, "forming", forming)
-    with Calls() as formed:
-        alone.step(x, y)
-    assert (formed.made["aten.mm.default"] < each.made["aten.mm.default"]) == (chunk != 2)
-    alone.step(x, y)
-    idle = {f"model.{i}.0.bias": f"model.{i}.1.running_mean" for i in (1, 2, 3)}  # a batch norm takes them away
-    for name, tensor in together.particles.items():
-        if name in idle and chunk != 2:
-            assert tensor.any()
-            assert not alone.particles[name].any()
-        else:
-            torch.testing.assert_close(alone.particles[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    torch.testing.assert_close(alone.outputs(x), together.outputs(x), rtol=1e-4, atol=1e-4)
-    for posterior in (together, alone):
-        posterior.refresh_statistics([x, 2 * x])
-        for bias, mean in idle.items():
-            posterior.carried[mean] -= posterior.particles[bias].detach()
-            posterior.particles[bias].detach().zero_()
-    for name, tensor in together.carried.items():
-        torch.testing.assert_close(alone.carried[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
-    with Calls() as predicting:
-        outputs = alone.outputs(x)
-    torch.testing.assert_close(outputs, together.outputs(x), rtol=1e-4, atol=1e-4)
-    assert predicting.made["aten.convolution.default"] == (4 if chunk == 2 else 3 * 4)  # one by one here, too
-
-
-@pytest.mark.parametrize("method", ["svgd", "ensemble", "sgld"])
-def test_idle_biases_stay_at_zero_but_where_noise_moves_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: True)
-    x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
-    start = _deep()
-    posterior = Posterior(bt.around(start, 3, 0.1), 100, method=method)
-    before = posterior.outputs(x)
-    posterior.estimate_memory(x, y)
-    assert posterior.joint.alone
-    torch.testing.assert_close(posterior.outputs(x), before)  # the biases went into the running means
-    for _ in range(3):
-        posterior.step(x, y)
-    posterior.drop_([1])
-    posterior.step(x, y)  # which asks for memory anew
-    biases = [posterior.particles[f"model.{i}.0.bias"] for i in (1, 2, 3)]
-    assert all(bool(bias.any()) == (method == "sgld") for bias in biases)
-    assert posterior.particles["model.0.bias"].any()  # no batch norm follows this one
-    x = x.double()
-    networks = [posterior.particle(i).double() for i in range(len(posterior))]
-    ours = torch.stack([network(x) for network in networks]).float()
-    torch.testing.assert_close(posterior.outputs(x.float()), ours, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("width", [3, BLOCK + 1])
 @pytest.mark.parametrize("with_prior", [False, True])
 def test_gradients_that_overlap_in_memory_are_kept_apart(width: int, with_prior: bool) -> None:
@@ -200,5 +101,7 @@ def test_gradients_that_overlap_in_memory_are_kept_apart(width: int, with_prior:
 
 def test_norms_of_many_half_precision_tensors_do_not_overflow() -> None:
     large = {f"{i}": torch.full((2, 1), 3e4, dtype=torch.half) for i in range(10)}
-    method = Ensemble(lambda p, _: -sum(t.float().sum(1) for t in p.values()), large, _sgd)  # type: ignore[arg-type,return-value]
+    method = Ensemble(
+        lambda p, _: -sum(t.float().sum(1) for t in p.values()), large, lambda named: torch.optim.SGD(named, lr=0.05)
+    )  # type: ignore[arg-type,return-value]
     assert bool(method.step(None).alive.all())

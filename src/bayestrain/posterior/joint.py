@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayestrain.errors import ConfigError
 from bayestrain.forming import FormTogether
 from bayestrain.infer import stack
+from bayestrain.layers.planned import transformed
 from bayestrain.predict import Likelihood, Prediction, check_log_prob
 from bayestrain.prior import Prior
 
@@ -27,8 +28,9 @@ class Joint(nn.Module):
         self.prior_weight: Tensor | float = 1.0
         """The prior's weight of this step. A tensor, so that a captured step sees it change."""
         self.alone = False
-        """Whether a single particle trains without vmap, like a network by itself; dropout then draws other numbers."""
-        self.forming = FormTogether(model)
+        """Whether a single particle goes without vmap, like a network by itself; dropout then draws other numbers."""
+        self.forming, self.forming_to_predict = FormTogether(model), FormTogether(model)
+        """Weights of equal layers, by the layers' plans for training and for predictions."""
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
         """Leaves out of training what has no effect on it."""
         self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
@@ -43,21 +45,21 @@ class Joint(nn.Module):
             value = self.prior.log_prob()
             return {"density": self.prior_weight * value, "prior": value.detach()}
         if what == "outputs":
-            return {"outputs": self._outputs(*inputs)}
+            return {"outputs": self._outputs(self.forming_to_predict, *inputs)}
         if what == "describe":
-            return self.likelihood.describe(self._outputs(*inputs))
+            return self.likelihood.describe(self._outputs(self.forming_to_predict, *inputs))
         assert self.prior is not None
         self.prior.step()
         return {}
 
-    def _outputs(self, *inputs: Tensor) -> Tensor:
-        with self.forming() if self.alone else nullcontext():
+    def _outputs(self, forming: Callable[[], AbstractContextManager[None]], *inputs: Tensor) -> Tensor:
+        with forming() if self.alone and not transformed() else nullcontext():
             return self.model(*inputs)  # type: ignore[no-any-return]
 
     def _likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """``N * mean log likelihood``, that mean, and the outputs."""
         with self.idle():
-            outputs = self._outputs(x)
+            outputs = self._outputs(self.forming, x)
         if not isinstance(outputs, Tensor):
             raise ConfigError(
                 f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."

@@ -136,16 +136,17 @@ def predicted_at_once(joint: Joint, particles: dict[str, Tensor], x: Tensor, bat
     What a part of the inputs makes in one particle is measured; not where there are few of them, which always fit.
     Particles that train one by one predict so, too.
     """
-    n, batch = 1 if joint.alone else len(next(iter(particles.values()))), min(batch_size, len(x))
+    n, batch = len(next(iter(particles.values()))), min(batch_size, len(x))
+    most = 1 if joint.alone else n
     if n * batch <= FEW:
-        return n, batch
+        return most, batch
     part = -(-batch // PART)
     with _Largest() as largest:
         joint.batched({name: tensor[:1].detach() for name, tensor in particles.items()}, "outputs", x[:part])
     # Too much where the largest is a weight that is formed, which does not grow with the inputs.
     each = int(largest.entries) * batch / part
     fitting = PREDICTED_ENTRIES / max(each, 1.0)
-    return min(n, max(1, int(fitting))), max(1, int(batch * min(1.0, fitting)))
+    return min(most, max(1, int(fitting))), max(1, int(batch * min(1.0, fitting)))
 
 
 def available_bytes(device: torch.device) -> int | None:

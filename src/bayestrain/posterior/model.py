@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ class ParticleModel:
 
     @torch.no_grad()
     def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
-        """Estimate batch norm's means and variances anew, per particle, as plain means over these batches of inputs.
+        """Estimate batch norm's means and variances anew, per particle, as means over these inputs, batch by batch.
 
         While particles train, each keeps running averages as PyTorch does; those lag behind and mix many past weights.
         """
@@ -129,7 +130,7 @@ class ParticleModel:
         }
         if not norms:
             return
-        size = 0
+        size = most = seen = 0
         was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
         self.template.eval()
         try:
@@ -137,14 +138,17 @@ class ParticleModel:
                 norm.train()
                 self.carried[f"{name}.running_mean"].zero_()  # what was not finite would stay so in an average
                 self.carried[f"{name}.running_var"].fill_(1.0)
-            for number, x in enumerate(batches):
-                for norm in norms.values():
-                    norm.momentum = 1 / (number + 1)  # the first batch replaces, the others are averaged in
-                tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
-                x = x.to(self.device)
-                size = size or predicted_at_once(self.joint, tensors, x, len(x))[0]
-                for i in range(0, len(self), size):  # statistics change in place
-                    self.joint.batched({name: t[i : i + size] for name, t in tensors.items()}, "describe", x)
+            tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
+            for batch in batches:
+                x = batch.to(self.device)
+                if not size:
+                    size, most = predicted_at_once(self.joint, tensors, x, len(x))
+                for part in x.tensor_split(-(-len(x) // most)):
+                    seen += len(part)
+                    for norm in norms.values():
+                        norm.momentum = len(part) / seen  # the first ones replace, the others are averaged in
+                    for i in range(0, len(self), size):  # statistics change in place
+                        self.joint.batched({name: t[i : i + size] for name, t in tensors.items()}, "describe", part)
         finally:
             for name, norm in norms.items():
                 norm.momentum = momenta[name]
@@ -153,7 +157,9 @@ class ParticleModel:
     def to(self, device: torch.device | str) -> "ParticleModel":
         """The same particles on another device, to predict with; a `Posterior` trains where its networks were."""
         moved = [{name: t.detach().to(device) for name, t in d.items()} for d in (self.particles, self.carried)]
-        return ParticleModel(copy.deepcopy(self.joint).to(device), moved[0], moved[1])
+        joint = copy.deepcopy(self.joint).to(device)
+        joint.alone, joint.idle = False, nullcontext  # they were for training, and for the device here
+        return ParticleModel(joint, moved[0], moved[1])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} particles of {self.parameters_each:,} parameters)"

@@ -173,6 +173,8 @@ class Posterior(ParticleModel):
         statistics = {name: self.carried[name].clone() for name in self._statistics}
         info = self.method.advance((x, y))
         with torch.no_grad():
+            if idle := self._idle_biases():
+                torch._foreach_zero_(idle)  # noise, a prior around another value: running means know of no bias
             for name, before in statistics.items():  # a batch that broke a particle shall not count for it
                 now = self.carried[name]
                 now.copy_(torch.where(info.alive.view(-1, *[1] * (now.ndim - 1)), now, before))
@@ -202,15 +204,20 @@ class Posterior(ParticleModel):
         """What training on batches like this one takes; raises if it cannot fit. `step` asks for it by itself."""
         self.template.train()
         one = self._first()
+        before = self.joint.alone, self.joint.idle
         self.joint.alone, self.joint.idle = False, nullcontext  # measured the same way each time
-        needed = activations(self.joint, one, x, y)
+        try:
+            needed = activations(self.joint, one, x, y)
+        finally:
+            self.joint.alone, self.joint.idle = before
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)
         allocated = held if self.method.steps else int(held / (2 + self._states))
-        self.joint.alone = self._chunk in (None, 1) and self._goes_alone(needed)
-        if self.joint.alone and self.method.name != "sgld":  # whose noise moves biases that nobody needs, too
-            self._leave_idle_biases_out()
-        chunk = self._chunk or (1 if self.joint.alone else None)
+        alone = self._chunk in (None, 1) and self._goes_alone(needed)
+        chunk = self._chunk or (1 if alone else None)
         estimate = plan(len(self), held, allocated, needed, self.device, chunk)
+        self.joint.alone, self.joint.idle = alone, nullcontext
+        if alone:
+            self._leave_idle_biases_out()
         self._trusted = self._trusted or refuse_recomputing(self.joint, one, x, y)
         self._estimate, self.method.chunk = estimate, estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
@@ -236,10 +243,12 @@ class Posterior(ParticleModel):
                 if (mean := self.carried.get(f"model.{norm}.running_mean")) is not None:
                     mean -= bias
             bias.zero_()
-            for value in self.method.optimizer.state.get(bias, {}).values():
-                if isinstance(value, Tensor) and value.shape == bias.shape:
-                    value.zero_()  # nor does it go on by itself
         self.joint.idle = self._idle
+
+    def _idle_biases(self) -> list[Tensor]:
+        """Those that are out of training now, of all particles."""
+        names = self._idle.names if self._idle is not None and self.joint.idle is self._idle else ()
+        return [self.particles[f"model.{layer}.bias"] for layer in names]
 
     def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
         """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.

@@ -218,9 +218,10 @@ class _Fit:
                 self._record(history, log, means)
             if self.subject.searching:
                 self._round()
-            size = max(LAST_BATCH, self.config.batch_size)
+            size = min(max(LAST_BATCH, self.config.batch_size), len(self.train))
             batches = self._batches(torch.Generator().manual_seed(0), size)
-            self.subject.finish(x for x, _ in islice(batches, max(1, LAST_INPUTS // size)))
+            number = min(max(1, LAST_INPUTS // size), len(self.train) // size)  # a small last batch is left out
+            self.subject.finish(x for x, _ in islice(batches, number))
         except KeyboardInterrupt:
             if self.folder is None or not (self.folder / LAST).exists():
                 raise
