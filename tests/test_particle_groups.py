@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layer_kit import Calls
 from torch import Tensor
 
-from bayestrain.infer import MAP, SVGD, Ensemble
+from bayestrain.infer import MAP, SVGD, Ensemble, diagnose
 from bayestrain.infer.particles import BLOCK, groups, matrices, matrix, parts
 
 
@@ -72,6 +72,25 @@ def test_tensors_side_by_side_move_as_one_tensor_does(kind: type[SVGD] | type[En
         many.step(None)
     joined = torch.cat([tensor.detach().flatten(1) for tensor in many.particles.values()], 1)
     torch.testing.assert_close(joined, one.particles["x"].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_particles_may_have_tensors_of_different_precision() -> None:
+    """They move as if all were of the higher one."""
+    torch.manual_seed(0)
+    start = {"x": torch.randn(5, 3), "y": torch.randn(5, 2, dtype=torch.float64)}
+    mixed, high = (
+        SVGD(bowl, {name: t.to(dtype) for (name, t), dtype in zip(start.items(), dtypes, strict=True)},
+             lambda named: torch.optim.SGD(named, lr=0.02), clip=2.0)
+        for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float64))
+    )  # fmt: skip
+    for _ in range(20):
+        mixed.step(None)
+        high.step(None)
+    for name, tensor in high.particles.items():
+        torch.testing.assert_close(mixed.particles[name].double(), tensor, rtol=1e-5, atol=1e-5)
+    assert mixed.particles["x"].dtype == torch.float32
+    theirs = diagnose(high.particles)
+    assert diagnose(mixed.particles).bandwidth == pytest.approx(theirs.bandwidth, rel=1e-5)
 
 
 @pytest.mark.parametrize("width", [3, BLOCK + 1])

@@ -57,7 +57,7 @@ class SVGD(Method):
     def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
         K, slope = self.kernel(squared_distances(self.particles, alive))  # (n, n) each
         for theta, g in zip(matrices(self.particles), gradients, strict=True):
-            stein_direction_(theta, g, K, slope, alive)
+            stein_direction_(theta, g, K.to(g.dtype), slope.to(g.dtype), alive)
             if self.times_n:
                 g.mul_(alive.sum())
 
