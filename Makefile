@@ -15,7 +15,7 @@ demo: $(INSTALLED) ## your own loop against a dense network, then a small poster
 	$(BIN)/bayestrain train --particles 5 --overwrite --out runs/demo
 
 test: lint ## everything CI runs: lint, then the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/ruff check .

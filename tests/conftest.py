@@ -27,6 +27,24 @@ settings.register_profile(
 settings.load_profile("bayestrain")
 
 
+LONGEST = (
+    "test_readme_commands",
+    "test_resume",
+    "test_report_kinds",
+    "test_example",
+    "test_report_browser",
+    "test_cli_train",
+)
+"""Files that take minutes. They come first, so that no worker has one left when the others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
