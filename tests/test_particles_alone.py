@@ -160,6 +160,19 @@ def test_biases_that_were_on_their_way_stop(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(posterior.particles[bias].any() for bias in IDLE)
 
 
+def test_chains_that_no_longer_go_alone_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLD scales its noise by past gradients, and those of idle biases were zero."""
+    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: True)
+    posterior = trained(60, method="sgld", lr=1e-3, memory=0.9)
+    monkeypatch.setattr(Posterior, "_goes_alone", lambda *_: False)
+    posterior.estimate_memory(X, Y)
+    before = posterior.outputs(X)
+    posterior.step(X, Y)
+    assert not posterior.joint.alone
+    assert not any(posterior.particles[bias].any() for bias in IDLE)
+    assert float((posterior.outputs(X) - before).abs().max()) < 2.0
+
+
 def test_gradients_of_what_a_density_does_not_know_are_not_made() -> None:
     def density(particles: dict[str, Tensor], _: Any) -> Tensor:
         return -particles["x"].square().sum(1)
@@ -237,8 +250,26 @@ def test_statistics_are_means_over_inputs_not_over_batches(alone: bool, monkeypa
     expected = posterior.carried[norm].clone()
     posterior.refresh_statistics([x[:600], x[600:]])
     torch.testing.assert_close(posterior.carried[norm], expected, rtol=1e-4, atol=1e-5)
+    posterior.refresh_statistics([x[:0], x[:2], x[2:]])  # a small first one does not say how many fit
+    torch.testing.assert_close(posterior.carried[norm], expected, rtol=1e-4, atol=1e-5)
+    variance = "model.1.1.running_var"
+    found = posterior.carried[variance].clone()
+    posterior.refresh_statistics([x])
+    torch.testing.assert_close(posterior.carried[variance], found, rtol=2e-2, atol=1e-3)
+    posterior.refresh_statistics([])  # nothing to go by
+    torch.testing.assert_close(posterior.carried[norm], expected, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(memory, "PREDICTED_ENTRIES", 100 * 8 * 36)
     with Calls() as calls:
         posterior.refresh_statistics([x])
     torch.testing.assert_close(posterior.carried[norm], expected, rtol=1e-4, atol=1e-5)
     assert calls.made["aten.convolution.default"] == 4 + 3 * 4 * 7  # the first four to measure, then parts of 90
+
+
+def test_statistics_of_few_inputs_at_a_time() -> None:
+    """Many particles, a batch norm over vectors: a single input has no variance."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    posterior = Posterior(bt.around(network, 130, 0.1), 100)
+    x = torch.randn(13, 4)
+    posterior.refresh_statistics([x[:8], x[8:10], x[10:]])  # the first is tried with a part of it
+    assert posterior.outputs(x).isfinite().all()

@@ -14,6 +14,9 @@ from bayestrain.posterior.memory import predicted_at_once
 from bayestrain.predict import Classification, Prediction, checked_labels, fit_temperature
 from bayestrain.sizes import count_parameters, ranks
 
+FEWEST = 3
+"""Inputs that go together, at least, when batch norm's statistics are estimated: less could leave one by itself."""
+
 
 class ParticleModel:
     """Particles as stacked tensors, and the network and likelihood they belong to.
@@ -130,19 +133,21 @@ class ParticleModel:
         }
         if not norms:
             return
-        size = most = seen = 0
+        size = most = measured = seen = 0
         was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
-        self.template.eval()
         try:
-            for name, norm in norms.items():
-                norm.train()
-                self.carried[f"{name}.running_mean"].zero_()  # what was not finite would stay so in an average
-                self.carried[f"{name}.running_var"].fill_(1.0)
             tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
-            for batch in batches:
-                x = batch.to(self.device)
-                if not size:
-                    size, most = predicted_at_once(self.joint, tensors, x, len(x))
+            for x in (batch.to(self.device) for batch in batches if len(batch)):
+                for name in norms if not seen else ():  # what is not finite would stay so in an average
+                    self.carried[f"{name}.running_mean"].zero_()
+                    self.carried[f"{name}.running_var"].fill_(1.0)
+                if len(x) > measured:
+                    measured = len(x)
+                    self.template.eval()  # a trial, of which nothing shall stay
+                    size, most = predicted_at_once(self.joint, tensors, x, measured)
+                    most = max(most, FEWEST)
+                    for norm in norms.values():
+                        norm.train()
                 for part in x.tensor_split(-(-len(x) // most)):
                     seen += len(part)
                     for norm in norms.values():

@@ -216,8 +216,10 @@ class Posterior(ParticleModel):
         chunk = self._chunk or (1 if alone else None)
         estimate = plan(len(self), held, allocated, needed, self.device, chunk)
         self.joint.alone, self.joint.idle = alone, nullcontext
-        if alone:
-            self._leave_idle_biases_out()
+        if alone or self._idle is not None:  # once at zero they stay there: an optimiser may think them weightless
+            self._empty_idle_biases()
+        if alone and self._idle is not None:
+            self.joint.idle = self._idle
         self._trusted = self._trusted or refuse_recomputing(self.joint, one, x, y)
         self._estimate, self.method.chunk = estimate, estimate.chunk
         self.capture.forget()  # a captured step has the old chunks
@@ -234,8 +236,8 @@ class Posterior(ParticleModel):
         return self.device.type == "cuda" and convolving and needed.bytes > BUSY
 
     @torch.no_grad()
-    def _leave_idle_biases_out(self) -> None:
-        """Biases that a batch norm takes away again become zero and stay out of training (`IdleBiases`)."""
+    def _empty_idle_biases(self) -> None:
+        """Biases that a batch norm takes away again become zero, which changes nothing (`IdleBiases`)."""
         self._idle = self._idle or IdleBiases(self.template)
         for layer, norms in self._idle.names.items():
             bias = self.particles[f"model.{layer}.bias"]
@@ -243,12 +245,10 @@ class Posterior(ParticleModel):
                 if (mean := self.carried.get(f"model.{norm}.running_mean")) is not None:
                     mean -= bias
             bias.zero_()
-        self.joint.idle = self._idle
 
     def _idle_biases(self) -> list[Tensor]:
-        """Those that are out of training now, of all particles."""
-        names = self._idle.names if self._idle is not None and self.joint.idle is self._idle else ()
-        return [self.particles[f"model.{layer}.bias"] for layer in names]
+        """Those that have been emptied, of all particles."""
+        return [self.particles[f"model.{layer}.bias"] for layer in (self._idle.names if self._idle is not None else ())]
 
     def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
         """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.
