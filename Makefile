@@ -39,6 +39,10 @@ posteriors: $(INSTALLED) ## run again the posteriors under results/: some minute
 	$(BIN)/python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
 	$(BIN)/python tools/run_seeds.py mnist --label svgd-50 --seeds 0 1 2 --particles 50 --set fit.batch_size=1024 \
 	  --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2 --set fit.compact_from=8 --set prior.warmup_epochs=6
+	$(BIN)/python tools/run_seeds.py mnist --label tensorized-svgd-50 --seeds 0 1 2 --kind tensorized --particles 50 \
+	  --set fit.batch_size=1024 --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2
+	$(BIN)/python tools/run_seeds.py mnist --label dense-svgd-50 --seeds 0 1 2 --kind dense --particles 50 \
+	  --set fit.batch_size=1024 --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=1.5e-3
 	$(BIN)/python benchmarks/particles.py --device cuda
 
 experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they want a large GPU, for some minutes each
@@ -48,8 +52,17 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label svgd-20 --seeds 0 1 2 --particles 20 --target-ratio 32 \
 	  --map 'runs/cifar10-cnn-x32-seed{seed}' --set posterior.start=jitter --set posterior.jitter=0.2 \
 	  --set posterior.jitter_epochs=6 --set fit.checkpoint_every=1
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label dense --seeds 0 1 2 --kind dense --set fit.lr=5e-4
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label dense-svgd-20 --seeds 0 1 2 --particles 20 --kind dense \
+	  --set fit.lr=5e-4 --map 'runs/cifar10-cnn-dense-seed{seed}' --set posterior.start=jitter \
+	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=6 --set fit.checkpoint_every=1
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label tensorized --seeds 0 1 2 --kind tensorized
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label paper --seeds 0 1 2 --preset paper
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x7 --seeds 0 1 2 3 --target-ratio 7.4
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x11 --seeds 0 1 --target-ratio 11
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label svgd-20 --seeds 2 3 --particles 20 --target-ratio 7.4 \
+	  --map 'runs/cifar10-resnet110-x7-seed{seed}' --set posterior.start=jitter --set posterior.jitter=0.2 \
+	  --set posterior.jitter_epochs=2 --set fit.checkpoint_every=1
 
 table: $(INSTALLED) ## write results/TABLE.md and its figures from what is under results/
 	$(BIN)/bayestrain table

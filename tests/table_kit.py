@@ -15,6 +15,7 @@ POSTERIOR = {"method": "svgd", "particles": 20, "start": "independent", "ood": N
 def group(
     results: Path, label: str, each: list[dict[str, Any]], *, experiment: str = "mnist", failed: tuple[int, ...] = (),
     command: str = "python tools/run_seeds.py", settings: dict[str, str] | None = None,
+    summarised: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """A group of seeds: results of the committed seed with other figures, and lines of its config exchanged."""
     config = (SEED / "config.toml").read_text()
@@ -28,7 +29,7 @@ def group(
         result = json.loads((SEED / "result.json").read_text())
         (folder / "result.json").write_text(json.dumps({**result, "experiment": experiment, "seed": seed, **changes}))
         (folder / "config.toml").write_text(config)
-    summary = {"command": command, "seeds": [*seeds, *failed], "failed": list(failed)}
+    summary = {"command": command, "seeds": [*seeds, *failed], "failed": list(failed), **(summarised or {})}
     (results / experiment / label).mkdir(parents=True, exist_ok=True)
     (results / experiment / label / "summary.json").write_text(json.dumps(summary))
     return results / experiment / label

@@ -104,16 +104,54 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         assert found["failed"] == []
         if "calibrated_log_likelihood" in found:
             assert f"-{-found['calibrated_log_likelihood']['mean']:.3f}" in README.read_text()
-    found = json.loads((ROOT / "results" / "cifar10-cnn" / "svgd-20" / "summary.json").read_text())
-    params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
-    row = f"{params:,.0f} | {times:.1f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
-    assert f"| posteriors of 20 around those at their temperature, parameters each | {row}" in README.read_text()
-    assert f"whose particles' mean is {found['mean_log_likelihood']['mean']:.3f}" in README.read_text()
-    assert found["failed"] == []
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
     assert f"{bench['speedup']:.2f} times faster" in README.read_text()
     assert len(summary["params"]["each"]) == 5
     assert summary["failed"] == []
+
+
+def test_the_readmes_other_lines_of_cifar10_are_those_of_the_results() -> None:
+    columns = ("params", "ratio", "accuracy", "log_likelihood")
+    text = " ".join(README.read_text().split())
+    lines = (
+        ("cnn", "dense", "dense, mean of 3 seeds", ".0f"),
+        ("cnn", "tensorized", "full ranks, `--kind tensorized`, mean of 3 seeds", ".1f"),
+        ("cnn", "paper", "the paper's settings, `--preset paper`, mean of 3 seeds", ".1f"),
+        ("cnn", "svgd-20", "posteriors of 20 around those, parameters each", ".1f"),
+        ("resnet110", "svgd-20", "posteriors of 20 around two of those, parameters each", ".1f"),
+    )
+    for name, label, said, style in lines:
+        found = json.loads((ROOT / "results" / f"cifar10-{name}" / label / "summary.json").read_text())
+        params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
+        row = f"{params:,.0f} | {times:{style}} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+        assert f"| {said} | {row}" in text, row
+        assert found["failed"] == []
+        if label != "paper" and "calibrated_log_likelihood" in found:
+            assert f"{found['calibrated_log_likelihood']['mean']:.3f} for the" in text
+    means, gains = [], []
+    for name in ("cnn", "resnet110"):
+        found = json.loads((ROOT / "results" / f"cifar10-{name}" / "svgd-20" / "summary.json").read_text())
+        means.append(f"{found['mean_log_likelihood']['mean']:.3f}")
+        gains.append(100 * (found["accuracy"]["mean"] - found["map_accuracy"]["mean"]))
+        gains.append(found["log_likelihood"]["mean"] - found["map_calibrated_log_likelihood"]["mean"])
+    assert f"is {means[0]} and {means[1]}." in text
+    cnn, deep = (
+        f"{points:.1f} points{of} and {nats:.3f}"
+        for points, nats, of in ((*gains[:2], " of accuracy"), (*gains[2:], ""))
+    )
+    assert f"the CNN's gain {cnn} in log likelihood, ResNet-110's {deep}." in text
+
+
+def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
+    cut = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / "summary.json").read_text())
+    learned, left = (f"{100 * cut[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
+    assert f"take the CNN to {learned} on held-out images" in " ".join(README.read_text().split())
+    method = " ".join(METHOD.read_text().split())
+    assert f"right on {learned} of the held-out images" in method
+    assert f"a network that guesses ({left}; means of three seeds)" in method
+    for seed in range(3):
+        kept = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / f"seed-{seed}" / "result.json").read_text())
+        assert all(chain[3] == 1 for name, chain in kept["ranks"].items() if name.startswith("conv"))
 
 
 def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
@@ -232,17 +270,23 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 
 def test_the_figures_of_particles_around_a_network_are_those_of_the_results() -> None:
     text = " ".join(POSTERIOR.read_text().split())
-    around = json.loads((ROOT / "results" / "cifar10-cnn" / "svgd-20" / "summary.json").read_text())
-    keys = ("", "uncalibrated_", "map_", "map_calibrated_")
-    like, without, alone, calibrated = (around[f"{key}log_likelihood"]["mean"] for key in keys)
-    assert f"{like:.3f}" == f"{without:.3f}"
-    assert f"likelihood of {like:.3f} with or without a temperature, the network alone {alone:.3f}, at" in text
-    assert f"{alone:.3f}, at its temperature {calibrated:.3f};" in text
-    before, after = (100 * around[f"{key}accuracy"]["mean"] for key in ("map_", ""))
-    assert f"from {before:.1f} to {after:.1f} % (means of three seeds, each of which gains)" in text
-    for key in ("accuracy", "log_likelihood"):
-        each = zip(around[key]["each"], around[f"map_{key}"]["each"], strict=True)
-        assert all(posterior > point for posterior, point in each)
+    groups = (
+        ("cifar10-cnn/svgd-20", "CNN, 32 times smaller, 3 seeds | 6"),
+        ("cifar10-cnn/dense-svgd-20", "CNN, dense, 3 seeds | 6"),
+        ("cifar10-resnet110/svgd-20", "ResNet-110, 7.4 times smaller, 2 seeds | 2"),
+    )
+    for folder, name in groups:
+        around = json.loads((ROOT / "results" / folder / "summary.json").read_text())
+        accuracies = [f"{100 * around[f'{key}accuracy']['mean']:.2f} %" for key in ("", "map_")]
+        keys = ("", "uncalibrated_", "map_", "map_calibrated_")
+        likelihoods = [f"{around[f'{key}log_likelihood']['mean']:.3f}" for key in keys]
+        row = " | ".join((name, *accuracies, *likelihoods))
+        assert f"| {row} |" in text, row
+        assert f"jitter_epochs={name[-1]} " in around["command"]
+        assert f"{len(around['accuracy']['each'])} seeds" in name
+        for key, point in (("accuracy",) * 2, ("log_likelihood",) * 2, ("log_likelihood", "calibrated_log_likelihood")):
+            each = zip(around[key]["each"], around[f"map_{point}"]["each"], strict=True)
+            assert all(posterior > single for posterior, single in each)
     deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
     rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
     assert f"{rise} (at 7.4 times smaller, four seeds)" in text

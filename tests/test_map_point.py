@@ -109,6 +109,14 @@ def test_a_small_network_is_kept_with_its_figures_and_can_be_gone_on_with(point:
     assert {path.name for path in old.iterdir()} == {"config.toml", "environment.json", "result.json"}
     kept = results / "mnist-mini" / "one" / "seed-0"
     assert {"model.json", "model.safetensors"} < {path.name for path in kept.iterdir()}
+    summary = json.loads((kept.parent / "summary.json").read_text())
+    lines = [json.loads(line) for line in (point / "history.jsonl").read_text().splitlines()]
+    search = [line["validation"]["accuracy"] for line in lines if line["phase"] == "search"]
+    assert summary["searched_accuracy"]["each"] == [search[-1]] * 2
+    assert (
+        summary["validation_accuracy"]["mean"]
+        == json.loads((point / "result.json").read_text())["validation"]["accuracy"]
+    )
     before = json.loads((kept / "result.json").read_text())
     assert CliRunner().invoke(app, ["evaluate", str(kept)]).exit_code == 0
     again = json.loads((kept / "result.json").read_text())

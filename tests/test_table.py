@@ -116,6 +116,19 @@ def test_failed_seeds_and_absent_experiments_are_said(full: Path) -> None:
     assert "No seed failed." in plain(RESULTS / "TABLE.md")
 
 
+def test_what_a_cut_of_ranks_cost_is_said_where_it_is_much(tmp_path: Path) -> None:
+    def accuracies(before: float, after: float) -> dict[str, Any]:
+        return {"searched_accuracy": {"mean": before}, "validation_accuracy": {"mean": after}}
+
+    group(tmp_path, "far", [{}], summarised=accuracies(0.75, 0.1))
+    group(tmp_path, "fine", [{}], summarised=accuracies(0.98, 0.97))
+    group(tmp_path, "unknown", [{}])
+    text = plain(write_table(tmp_path))
+    assert "Lost when the ranks were cut, in accuracy on held-out images: `far` from 75.0 % to 10.0 %.\n" in text
+    group(tmp_path / "other", "fine", [{}], summarised=accuracies(0.98, 0.97))
+    assert "Lost when" not in plain(write_table(tmp_path / "other"))
+
+
 def test_another_experiment_of_the_same_shape_has_a_table_without_the_paper(tmp_path: Path) -> None:
     group(tmp_path, "default", [{}], experiment="fashion-mnist")
     found = rows(plain(write_table(tmp_path)), "fashion-mnist")
@@ -207,6 +220,10 @@ FAULTS = [
     (text_in("summary.json", '{"command": "x", "seeds": [0, 1], "failed": null}'), 'its lists "seeds" and "failed"'),
     (text_in("summary.json", '{"command": "x", "seeds": [0], "failed": []}'), "has seeds 0, 1, but its summary.json"),
     (text_in("summary.json", '{"command": "x", "seeds": [0, 1], "failed": [1]}'), "tells of 0"),
+    (
+        text_in("summary.json", '{"command": "x", "seeds": [0, 1], "failed": [], "searched_accuracy": {"mean": "x"}}'),
+        "'searched_accuracy.mean' must be a number",
+    ),
     (text_in("seed-1/evaluation.safetensors", "x"), "evaluation.safetensors is damaged"),
     (result_with(accuracy=None), 'has no "accuracy"'),
     (result_with(accuracy=float("nan")), 'has no "accuracy"'),

@@ -91,6 +91,11 @@ def test_the_ranks_shown_are_those_of_the_median_seed_of_the_default(full: Path)
     assert smallest is not None
     assert smallest.label == "alpha"
     assert smallest.median.scores.params == 3000  # the lower one of two
+    group(full, "cut-too-far", [{"preset": "paper", "params": 20}], settings={'preset = "default"': 'preset = "paper"'})
+    (experiment,) = gather(full)
+    ours = typical(experiment.groups)
+    assert ours is not None
+    assert ours.label == "alpha"
     each = [{"params": 9000}, {"params": 7000}, {"params": 8000}]
     group(full, "default", each)
     (experiment,) = gather(full)
@@ -181,6 +186,21 @@ def test_a_posterior_keeps_the_answers_of_one_seed_and_shows_its_uncertainty(
     assert ">Total uncertainty<" in svg
     assert ">Epistemic uncertainty<" in svg
     assert "shuffled patches" in svg
+
+
+def test_the_uncertainty_shown_is_that_of_tensor_trains_where_there_are_such(
+    posterior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("dense", "tensorized", "low-rank"):  # each one more than those before
+        copy = shutil.copytree(posterior, tmp_path / "runs" / f"mnist-mini-{kind}-seed0")
+        result = json.loads((copy / "result.json").read_text())
+        (copy / "result.json").write_text(json.dumps({**result, "kind": kind}))
+        run_seeds(monkeypatch, "mnist-mini", "--label", kind, "--seeds", "0", "--runs", str(tmp_path / "runs"),
+                  "--results", str(tmp_path / "results"))  # fmt: skip
+        (experiment,) = gather(tmp_path / "results")
+        found = evaluated(experiment.groups)
+        assert found is not None
+        assert found[0].label == kind
 
 
 def test_a_map_run_keeps_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,13 +76,24 @@ def keep_answers(folders: list[tuple[Path, Path]]) -> None:
             (kept / ANSWERS).unlink(missing_ok=True)
 
 
-def figures(result: dict[str, Any]) -> dict[str, float]:
+def searched(out: Path) -> dict[str, float]:
+    """Held-out accuracy at the end of a search for ranks, before they were cut, and after that and the fine-tuning."""
+    history, after = out / "history.jsonl", json.loads((out / "result.json").read_text()).get("validation")
+    lines = [json.loads(line) for line in history.read_text().splitlines()] if history.exists() else []
+    before = [line["validation"] for line in lines if line["phase"] == "search" and line["validation"]]
+    if not before or not after:
+        return {}
+    return {"searched_accuracy": before[-1]["accuracy"], "validation_accuracy": after["accuracy"]}
+
+
+def figures(result: dict[str, Any], out: Path) -> dict[str, float]:
     """What is summarised of one run; of a posterior also the MAP point's figures, and those without calibration."""
     found = {key: float(result[key]) for key in SUMMARISED}
     posterior = result.get("posterior") or {}
     if "mean_log_likelihood" not in posterior:
         calibrated = result.get("calibrated") or {}
-        return found | {f"calibrated_{key}": float(calibrated[key]) for key in ("log_likelihood", "ece") if calibrated}
+        found |= {f"calibrated_{key}": float(calibrated[key]) for key in ("log_likelihood", "ece") if calibrated}
+        return found | searched(out)
     known = ("mean_log_likelihood", "temperature", "within_one_rank")  # the last only where ranks were rounded
     found |= {key: float(posterior[key]) for key in known if posterior[key] is not None}
     found |= {f"uncalibrated_{key}": float(posterior["uncalibrated"][key]) for key in ("log_likelihood", "ece")}
@@ -122,7 +133,11 @@ def main() -> None:
         for seed, result in zip(arguments.seeds, found, strict=True)
         if result is not None and ((result.get("posterior") or {}).get("particles") or 1) > 1
     ])  # fmt: skip
-    rows = [figures(result) for result in good]
+    rows = [
+        figures(result, run_folder(arguments.runs, arguments.name, label, seed))
+        for seed, result in zip(arguments.seeds, found, strict=True)
+        if result is not None
+    ]
     summary = {
         "experiment": arguments.name,
         "preset": arguments.preset,

@@ -50,13 +50,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Group:
-    """The seeds of one label, and the command that made them."""
+    """The seeds of one label, and the command that made them.
+
+    `cut`: held-out accuracy when the search for ranks ended and when all was done, where the summary has them.
+    """
 
     label: str
     folder: Path
     settings: Settings
     runs: tuple[Run, ...]
     command: str
+    cut: tuple[float, float] | None = None
 
     def mean(self, value: Callable[[Run], float | None]) -> tuple[float, float] | None:
         """Mean and sample standard deviation over the seeds, 0 for a single one. None if some seed lacks it."""
@@ -113,11 +117,11 @@ def _experiment(name: str, labels: list[Path]) -> Experiment:
     groups, failed = [], {}
     for folder in labels:
         runs = [_run(path, name, seed) for seed, path in _seeds(folder).items()]
-        command, lost = _summary(folder, [run.seed or 0 for run in runs])
+        command, lost, cut = _summary(folder, [run.seed or 0 for run in runs])
         if lost:
             failed[folder.name] = lost
         if runs:
-            groups.append(Group(folder.name, folder, _settings(runs), tuple(runs), command))
+            groups.append(Group(folder.name, folder, _settings(runs), tuple(runs), command, cut))
     order = list(KINDS)
     groups.sort(key=lambda g: (order.index(g.settings.kind), g.settings.particles > 1, -g.size, g.label))
     return Experiment(name, tuple(groups), failed)
@@ -141,8 +145,8 @@ def _run(folder: Path, experiment: str, seed: int) -> Run:
     return run
 
 
-def _summary(folder: Path, seeds: list[int]) -> tuple[str, tuple[int, ...]]:
-    """The command without what was scratch, and the seeds that failed."""
+def _summary(folder: Path, seeds: list[int]) -> tuple[str, tuple[int, ...], tuple[float, float] | None]:
+    """The command without what was scratch, the seeds that failed, and accuracies before and after ranks were cut."""
     path = folder / "summary.json"
     content = read_json(path)
     if content is None:
@@ -155,7 +159,15 @@ def _summary(folder: Path, seeds: list[int]) -> tuple[str, tuple[int, ...]]:
     if good != seeds:
         there, told = (", ".join(map(str, some)) or "none" for some in (seeds, good))
         raise ReportError(f"{folder} has seeds {there}, but its summary.json tells of {told}. {AGAIN}")
-    return SCRATCH.sub("", command).strip(), tuple(failed or ())
+    try:
+        before, after = (
+            as_number(_setting(content, key, "mean"), f"{key}.mean")
+            for key in ("searched_accuracy", "validation_accuracy")
+        )
+    except ValueError as error:
+        raise ReportError(f"{path}: {error}. {AGAIN}") from error
+    cut = None if before is None or after is None else (before, after)
+    return SCRATCH.sub("", command).strip(), tuple(failed or ()), cut
 
 
 def _settings(runs: list[Run]) -> Settings:

@@ -14,6 +14,9 @@ NONE = "–"
 SPACE = "\u00a0"
 """Keeps a figure on one line."""
 
+LOSS = 0.05
+"""Accuracy that a cut of ranks costs and a reader should be told of."""
+
 COLUMNS = (
     "model", "run", "inferred by", "preset", "prior weight", "target", "parameters", "ratio", "accuracy",
     "log likelihood", "calibrated", "particles' mean", "training", "epochs", "seeds",
@@ -39,8 +42,9 @@ figures were printed beside those of the split, and seen.
 - *log likelihood*: per test image; of a posterior that of its particles' mean probability, as a rule at the temperature
   that held-out images ask for. *calibrated*: that of a single network at such a temperature. *particles' mean*: the
   mean of the particles' own log likelihoods, which is what the paper's figure appears to be.
-- *training*: of a run, and where. Several may have shared the machine, so times are no benchmark. *epochs*: passes over
-  the training images, fine-tuning included; of a posterior also its iterations, one per batch.
+- *training*: of a run, and where. Several may have shared the machine, or waited while others ran, so times are no
+  benchmark. *epochs*: passes over the training images, fine-tuning included; of a posterior also its iterations, one
+  per batch.
 - A dash is what we do not know or what does not apply.
 """
 
@@ -81,6 +85,8 @@ def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -
     if paper and paper.note:
         texts.append(paper.note)
     texts.append(_failures(experiment))
+    if cut := _cut_too_far(experiment):
+        texts.append(cut)
     if again := _evaluated_again(experiment):
         texts.append(again)
     if experiment.groups:
@@ -159,6 +165,17 @@ def _spread(group: Group, value: Callable[[Run], float | None], text: Callable[[
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:g}"
+
+
+def _cut_too_far(experiment: Experiment) -> str:
+    """The groups that were good until their ranks were cut."""
+    lines = [
+        f"`{group.label}` from {words.percent(group.cut[0], 1)} to {words.percent(group.cut[1], 1)}"
+        for group in experiment.groups
+        if group.cut and group.cut[0] - group.cut[1] > LOSS
+    ]
+    said = "Lost when the ranks were cut, in accuracy on held-out images"
+    return f"{said}: {', '.join(lines)}.".replace(" %", f"{SPACE}%") if lines else ""
 
 
 def _evaluated_again(experiment: Experiment) -> str:

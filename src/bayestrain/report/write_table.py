@@ -8,7 +8,7 @@ from bayestrain.files import write_atomically
 from bayestrain.report.figures.front import front_plot
 from bayestrain.report.figures.layers import parameter_plots, rank_plots
 from bayestrain.report.figures.uncertainty import uncertainty_plots
-from bayestrain.report.groups import Experiment, Group, gather
+from bayestrain.report.groups import KINDS, Experiment, Group, gather
 from bayestrain.report.overview import Figure, overview
 from bayestrain.report.paper import PAPER
 from bayestrain.report.run import Run
@@ -71,21 +71,23 @@ def _figures(experiment: Experiment) -> Drawn:
 
 
 def typical(groups: Sequence[Group]) -> Group | None:
-    """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest such."""
+    """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest of ours."""
     found = [group for group in groups if group.settings.kind == "low-rank" and group.settings.particles == 1]
-    named = [group for group in found if group.label == "default"]
-    return min(named or found, key=lambda group: group.size, default=None)
+    ours = [group for group in found if group.settings.preset != "paper"]
+    named = [group for group in ours if group.label == "default"]
+    return min(named or ours or found, key=lambda group: group.size, default=None)
 
 
 def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
-    """A posterior whose answers were kept, networks that found their ranks first, then the most particles."""
+    """A posterior whose answers were kept: of ranks that were found, else of full ranks, else of dense networks."""
     kept = [
         (group, run)
         for group in groups
         for run in group.runs
         if group.settings.particles > 1 and run.evaluation is not None
     ]
-    return max(kept, key=lambda pair: (pair[0].settings.kind == "low-rank", pair[0].settings.particles), default=None)
+    order = list(KINDS)
+    return max(kept, key=lambda pair: (order.index(pair[0].settings.kind), pair[0].settings.particles), default=None)
 
 
 def _front_caption(groups: Sequence[Group]) -> str:
