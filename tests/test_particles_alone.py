@@ -200,6 +200,24 @@ def test_predictions_in_groups_are_the_same() -> None:
     assert calls.made["aten.convolution.default"] == 4  # all together: that one is not known to keep it busy
 
 
+def test_images_lie_channels_last_for_particles_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    images, found = torch.randn(16, 3, 8, 8), []
+    for alone in (False, True):
+        monkeypatch.setattr(Posterior, "_goes_alone", lambda *_, alone=alone: alone)
+        posterior, seen = Posterior(bt.around(model, 3, 0.1), 100), []
+        posterior.estimate_memory(images, Y)
+        posterior.template[0].register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].stride()))
+        posterior.refresh_statistics([images[:8], images[8:]])
+        found.append(posterior.predict(images).particle_probabilities)
+        assert set(seen) == {(192, 1, 24, 3) if alone else (192, 64, 8, 1)}
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    flat = Posterior([nn.Linear(4, 2)] * 3, 10)
+    flat.joint.alone = True
+    assert flat.outputs(torch.randn(5, 4)).shape == (3, 5, 2)
+
+
 @pytest.mark.usefixtures("going_alone")
 def test_predictions_do_not_decide_what_training_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's plan for a prediction may be another one."""

@@ -105,20 +105,23 @@ class ParticleModel:
         try:
             size = chunk
             if size is None:
-                size, batch_size = predicted_at_once(self.joint, tensors, x[:batch_size].to(self.device), batch_size)
+                size, batch_size = predicted_at_once(self.joint, tensors, self._brought(x[:batch_size]), batch_size)
             batches = [
                 [
-                    self.joint.batched(
-                        {name: t.detach()[i : i + size] for name, t in tensors.items()}, what, part.to(self.device)
-                    )
+                    self.joint.batched({name: t.detach()[i : i + size] for name, t in tensors.items()}, what, part)
                     for i in range(0, len(self), size)
                 ]
-                for part in x.split(batch_size)
+                for part in map(self._brought, x.split(batch_size))
             ]
         finally:
             self.template.train(was_training)
         rows = [{key: torch.cat([c[key] for c in chunks]).to(x.device) for key in chunks[0]} for chunks in batches]
         return {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
+
+    def _brought(self, x: Tensor) -> Tensor:
+        """Inputs on the particles' device; images channels last where convolutions of one particle keep it busy."""
+        last = self.joint.alone and x.ndim == 4
+        return x.to(self.device, memory_format=torch.channels_last if last else torch.preserve_format)
 
     @torch.no_grad()
     def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
@@ -137,7 +140,7 @@ class ParticleModel:
         was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
         try:
             tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
-            for x in (batch.to(self.device) for batch in batches if len(batch)):
+            for x in (self._brought(batch) for batch in batches if len(batch)):
                 for name in norms if not seen else ():  # what is not finite would stay so in an average
                     self.carried[f"{name}.running_mean"].zero_()
                     self.carried[f"{name}.running_var"].fill_(1.0)
