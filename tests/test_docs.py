@@ -110,36 +110,39 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
     assert summary["failed"] == []
 
 
-def test_the_readmes_other_lines_of_cifar10_are_those_of_the_results() -> None:
+def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     columns = ("params", "ratio", "accuracy", "log_likelihood")
     text = " ".join(README.read_text().split())
     lines = (
         ("cnn", "dense", "dense, mean of 3 seeds", ".0f"),
-        ("cnn", "tensorized", "full ranks, `--kind tensorized`, mean of 3 seeds", ".1f"),
+        ("cnn", "tensorized", "rank 60 throughout, `--kind tensorized`, mean of 3 seeds", ".1f"),
         ("cnn", "paper", "the paper's settings, `--preset paper`, mean of 3 seeds", ".1f"),
         ("cnn", "svgd-20", "posteriors of 20 around those, parameters each", ".1f"),
         ("resnet110", "svgd-20", "posteriors of 20 around two of those, parameters each", ".1f"),
+        ("mnist", "svgd-50", "posteriors of 50, parameters each", ".0f"),
+        ("mnist", "paper", "the paper's settings, `--preset paper`, mean of 3 seeds", ".0f"),
     )
     for name, label, said, style in lines:
-        found = json.loads((ROOT / "results" / f"cifar10-{name}" / label / "summary.json").read_text())
+        experiment = name if name == "mnist" else f"cifar10-{name}"
+        found = json.loads((ROOT / "results" / experiment / label / "summary.json").read_text())
+        if "mean_log_likelihood" in found:
+            said = f"{said} (particles' mean {found['mean_log_likelihood']['mean']:.3f})"
         params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
         row = f"{params:,.0f} | {times:{style}} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         assert f"| {said} | {row}" in text, row
         assert found["failed"] == []
         if label != "paper" and "calibrated_log_likelihood" in found:
             assert f"{found['calibrated_log_likelihood']['mean']:.3f} for the" in text
-    means, gains = [], []
+    gains = []
     for name in ("cnn", "resnet110"):
         found = json.loads((ROOT / "results" / f"cifar10-{name}" / "svgd-20" / "summary.json").read_text())
-        means.append(f"{found['mean_log_likelihood']['mean']:.3f}")
         gains.append(100 * (found["accuracy"]["mean"] - found["map_accuracy"]["mean"]))
         gains.append(found["log_likelihood"]["mean"] - found["map_calibrated_log_likelihood"]["mean"])
-    assert f"is {means[0]} and {means[1]}." in text
     cnn, deep = (
         f"{points:.1f} points{of} and {nats:.3f}"
         for points, nats, of in ((*gains[:2], " of accuracy"), (*gains[2:], ""))
     )
-    assert f"the CNN's gain {cnn} in log likelihood, ResNet-110's {deep}." in text
+    assert f"the CNN's gain {cnn} in log likelihood, ResNet-110's {deep};" in text
 
 
 def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
@@ -245,7 +248,7 @@ def test_the_methods_figures_of_posteriors_are_those_of_the_results(particles: i
     mass, push = fmean(d["kernel_mass"] for d in lie), fmean(2 / d["bandwidth"] for d in lie)
     assert f"{mass:.3f} for {particles}" in text
     assert f"{push:.4f} for {particles}" in text
-    assert f"particles together {fmean(run['posterior']['temperature'] for run in runs):.2f}." in text
+    assert f"particles together {fmean(run['posterior']['temperature'] for run in runs):.2f};" in text
     assert len({d["ksd"] > 0 for d in lie}) == 2  # "with either sign"
     for run in runs:
         assert run["validation"]["accuracy"] < run["accuracy"]  # "harder than its test images"
@@ -271,22 +274,45 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 def test_the_figures_of_particles_around_a_network_are_those_of_the_results() -> None:
     text = " ".join(POSTERIOR.read_text().split())
     groups = (
-        ("cifar10-cnn/svgd-20", "CNN, 32 times smaller, 3 seeds | 6"),
-        ("cifar10-cnn/dense-svgd-20", "CNN, dense, 3 seeds | 6"),
-        ("cifar10-resnet110/svgd-20", "ResNet-110, 7.4 times smaller, 2 seeds | 2"),
+        ("cifar10-cnn/svgd-20", "CNN, 32 times smaller, 3 seeds", 6),
+        ("cifar10-cnn/dense-svgd-20", "CNN, dense, 3 seeds", 6),
+        ("cifar10-resnet110/svgd-20", "ResNet-110, 7.4 times smaller, 2 seeds", 2),
     )
-    for folder, name in groups:
-        around = json.loads((ROOT / "results" / folder / "summary.json").read_text())
-        accuracies = [f"{100 * around[f'{key}accuracy']['mean']:.2f} %" for key in ("", "map_")]
-        keys = ("", "uncalibrated_", "map_", "map_calibrated_")
-        likelihoods = [f"{around[f'{key}log_likelihood']['mean']:.3f}" for key in keys]
-        row = " | ".join((name, *accuracies, *likelihoods))
-        assert f"| {row} |" in text, row
-        assert f"jitter_epochs={name[-1]} " in around["command"]
-        assert f"{len(around['accuracy']['each'])} seeds" in name
-        for key, point in (("accuracy",) * 2, ("log_likelihood",) * 2, ("log_likelihood", "calibrated_log_likelihood")):
-            each = zip(around[key]["each"], around[f"map_{point}"]["each"], strict=True)
-            assert all(posterior > single for posterior, single in each)
+    for folder, name, epochs in groups:
+        found = json.loads((ROOT / "results" / folder / "summary.json").read_text())
+        point = (
+            "map_accuracy",
+            "map_log_likelihood",
+            "map_calibrated_log_likelihood",
+            "map_calibrated_ece",
+            "map_auroc",
+        )
+        posterior = ("accuracy", "uncalibrated_log_likelihood", "log_likelihood", "ece", "auroc")
+        for said, keys in ((name, point), (f"20 particles around it, {epochs} epochs", posterior)):
+            mean = [found[key]["mean"] for key in keys]
+            row = f"{100 * mean[0]:.2f} % | {mean[1]:.3f} | {mean[2]:.3f} | {mean[3]:.4f} | {mean[4]:.3f}"
+            assert f"| {said} | {row} |" in text, row
+        assert f"jitter_epochs={epochs} " in found["command"]
+        assert f"{len(found['accuracy']['each'])} seeds" in name
+        for after, before in list(zip(posterior, point, strict=True))[:3]:
+            each = zip(found[after]["each"], found[before]["each"], strict=True)
+            assert all(several > one for several, one in each)
+        for file in (ROOT / "results" / folder).glob("seed-*/result.json"):
+            details = json.loads(file.read_text())["posterior"]
+            assert max(details["particle_accuracy"]) < details["map"]["accuracy"]
+        assert (
+            f"{found['temperature']['mean']:.2f}" in text.split("the particles above want ")[1].split(" The caveat")[0]
+        )
+        better = [found[key]["mean"] > found[f"map_{key}"]["mean"] for key in ("auroc",)]
+        better.append(found["ece"]["mean"] < found["map_calibrated_ece"]["mean"])
+        assert better == ["ResNet" not in name, "32" in name]
+    full = json.loads((ROOT / "results" / "mnist" / "tensorized-svgd-50" / "summary.json").read_text())
+    wanted = [
+        json.loads(file.read_text())["posterior"]["map"]["calibrated"]["temperature"]
+        for file in (ROOT / "results" / "mnist" / "tensorized-svgd-50").glob("seed-*/result.json")
+    ]
+    mean = sum(wanted) / len(wanted)
+    assert f"full ranks a MAP point wants {mean:.1f}, and its particles {full['temperature']['mean']:.2f}" in text
     deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
     rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
     assert f"{rise} (at 7.4 times smaller, four seeds)" in text

@@ -76,11 +76,11 @@ def keep_answers(folders: list[tuple[Path, Path]]) -> None:
             (kept / ANSWERS).unlink(missing_ok=True)
 
 
-def searched(out: Path) -> dict[str, float]:
-    """Held-out accuracy at the end of a search for ranks, before they were cut, and after that and the fine-tuning."""
-    history, after = out / "history.jsonl", json.loads((out / "result.json").read_text()).get("validation")
+def searched(result: dict[str, Any], out: Path) -> dict[str, float]:
+    """Held-out accuracy when a search for ranks ended, before the last cut, and after that and the fine-tuning."""
+    history, after = out / "history.jsonl", result.get("validation")
     lines = [json.loads(line) for line in history.read_text().splitlines()] if history.exists() else []
-    before = [line["validation"] for line in lines if line["phase"] == "search" and line["validation"]]
+    before = [line["validation"] for line in lines if line.get("phase") == "search" and line.get("validation")]
     if not before or not after:
         return {}
     return {"searched_accuracy": before[-1]["accuracy"], "validation_accuracy": after["accuracy"]}
@@ -93,7 +93,7 @@ def figures(result: dict[str, Any], out: Path) -> dict[str, float]:
     if "mean_log_likelihood" not in posterior:
         calibrated = result.get("calibrated") or {}
         found |= {f"calibrated_{key}": float(calibrated[key]) for key in ("log_likelihood", "ece") if calibrated}
-        return found | searched(out)
+        return found | searched(result, out)
     known = ("mean_log_likelihood", "temperature", "within_one_rank")  # the last only where ranks were rounded
     found |= {key: float(posterior[key]) for key in known if posterior[key] is not None}
     found |= {f"uncalibrated_{key}": float(posterior["uncalibrated"][key]) for key in ("log_likelihood", "ece")}

@@ -29,8 +29,8 @@ INTRODUCTION = """\
 
 Each line is a group of runs that differ in their seed alone, or a line of the paper. Figures are those of the test set,
 as mean ± sample standard deviation over seeds; without a ±, all seeds have the same or there is only one. Settings were
-tuned on a validation split of the training images, not on the test images; but of trial runs on CIFAR-10 the test
-figures were printed beside those of the split, and seen.
+tuned on a validation split of the training images, not on the test images; but of some trial runs the test figures
+were printed beside those of the split, and seen.
 
 - *model*, in the paper's words: BNN is the dense network, BTNN the same in tensor trains of full ranks, LR-BTNN in
   tensor trains that find their own ranks.

@@ -162,7 +162,7 @@ class Point(Subject):
         return []
 
     def finish(self, inputs: Iterable[Tensor]) -> None:  # noqa: ARG002
-        """Nothing to estimate: batch norm's running averages are those of one network that has come to rest."""
+        """Nothing to estimate: batch norm's running averages are those of one network, as its training left them."""
         self.evaluated()
 
     def largest_layer(self) -> str:
