@@ -85,6 +85,17 @@ def test_labels_cover_neither_marks_nor_each_other() -> None:
         assert not any(box.left < x < box.right and box.bottom < y < box.top for x, y in marks)
 
 
+def test_labels_leave_the_line_between_marks_free() -> None:
+    figure = Figure(figsize=(5, 3))
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    place_labels(figure, axes, [Label(5, 5, "a label", "#000000")], [(5, 5), (5, 10)])
+    figure.draw_without_rendering()
+    (text,) = axes.texts
+    box, (x, y) = Text.get_window_extent(text), axes.transData.transform((5, 5)).tolist()
+    assert not (box.x0 < x < box.x1 and box.y0 > y)  # above, its first choice, it would be crossed
+
+
 def test_the_ranks_shown_are_those_of_the_median_seed_of_the_default(full: Path) -> None:
     (experiment,) = gather(full)
     smallest = typical(experiment.groups)

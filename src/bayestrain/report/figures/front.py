@@ -63,7 +63,8 @@ def front_plot(experiment: str, groups: Sequence[Group], paper: PaperRow | None)
         _ratios(axes, dense)
         _legend(figure, points)
         bottom = axes.get_ylim()[0]
-        place_labels(figure, axes, [Label(p.x, max(p.y, bottom), p.label, p.colour, p.dx, p.dy) for p in points])
+        labels = [Label(p.x, max(p.y, bottom), p.label, p.colour, p.dx, p.dy) for p in points]
+        place_labels(figure, axes, labels, front)
         svg = inline(figure, name, describe)
     caption = "Right is smaller, up is better; bars are one standard deviation over seeds."
     return Plot(name, "Accuracy against size", caption, describe, svg)

@@ -1,8 +1,9 @@
-"""Labels beside marks, each where it covers neither a mark nor another label."""
+"""Labels beside marks, each where it covers neither a mark nor another label nor the line through the marks."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,6 +13,7 @@ from bayestrain.report.palette import LIGHT
 FONT = 8.5
 MARK = 5.5  # half the side of a mark, in points
 APART = 4.0  # points by which another mark is further away than a label's own, where there is room
+THICK = 3.0  # what a line between marks takes, in points
 NEAR = 16.0  # from this distance on a line leads from the label to its mark
 DISTANCES = (4.0, 9.0, 16.0, 24.0, 34.0, 46.0)
 ANGLES = (90, 270, 45, 135, 315, 225, 0, 180)
@@ -59,13 +61,14 @@ class Label:
     dy: float = 0.0
 
 
-def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label]) -> None:
-    """Write all labels, the first ones with the first choice. The limits of the axes must be final."""
+def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[tuple[float, float]] = ()) -> None:
+    """Write all labels, the first ones with the first choice; `line` are the corners of one that is drawn, to be left
+    free. The limits of the axes must be final."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # nothing moves from here on
     frame = _box(axes, *axes.get_xlim(), *axes.get_ylim())
     marks = [list(_mark(axes, label)) for label in labels]
-    taken = [box for boxes in marks for box in boxes]
+    taken = [box for boxes in marks for box in boxes] + list(_along(axes, line))
     for number, label in enumerate(labels):
         text = axes.text(label.x, label.y, label.text, fontsize=FONT)
         extent = text.get_window_extent()
@@ -77,10 +80,10 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label]) -> None:
         costs = [_cost(place[0], marks[number][0], others, taken, frame) for place in places]
         box, across, up, distance = places[costs.index(min(costs))]  # the first of the best
         taken.append(box.grown(1.5))
-        line = {"arrowstyle": "-", "color": LIGHT["muted"], "linewidth": 0.6, "shrinkA": 1, "shrinkB": 5}
+        leading = {"arrowstyle": "-", "color": LIGHT["muted"], "linewidth": 0.6, "shrinkA": 1, "shrinkB": 5}
         axes.annotate(
             label.text, (label.x, label.y), (across, up), textcoords="offset points", ha="center", va="center",
-            fontsize=FONT, color=label.colour, arrowprops=line if distance >= NEAR else None, zorder=6,
+            fontsize=FONT, color=label.colour, arrowprops=leading if distance >= NEAR else None, zorder=6,
         )  # fmt: skip
 
 
@@ -109,6 +112,17 @@ def _mark(axes: Axes, label: Label) -> Iterator[Box]:
              (_box(axes, x, x, y - dy, y + dy), 2.5, 0.0))  # fmt: skip
     for box, wide, high in boxes:
         yield Box(box.left - wide, box.bottom - high, box.right + wide, box.top + high)
+
+
+def _along(axes: Axes, line: Sequence[tuple[float, float]]) -> Iterator[Box]:
+    """What a line covers, as a row of small boxes."""
+    corners = [_box(axes, x, x, y, y) for x, y in line]
+    for one, other in pairwise(corners):
+        across, up = other.left - one.left, other.bottom - one.bottom
+        number = max(1, math.ceil(math.hypot(across, up) / THICK))
+        for k in range(number + 1):
+            x, y = one.left + across * k / number, one.bottom + up * k / number
+            yield Box(x, y, x, y).grown(THICK / 2)
 
 
 def _box(axes: Axes, x1: float, x2: float, y1: float, y2: float) -> Box:
