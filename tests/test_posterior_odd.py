@@ -72,6 +72,41 @@ def test_a_network_may_be_a_single_layer_or_tie_its_weights() -> None:
             torch.testing.assert_close(posterior.particle(2)(x), posterior.outputs(x)[2])
 
 
+@pytest.mark.parametrize("tensorized", [False, True])
+def test_a_network_may_use_a_module_twice(tensorized: bool) -> None:
+    """Also beside weights that two modules share."""
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer, norm = nn.Linear(12, 12), nn.BatchNorm1d(12)
+            self.body = nn.Sequential(layer, norm, nn.ReLU(), layer, norm, nn.ReLU())
+            if tensorized:
+                bt.tensorize_(self.body, bt.TensorizeConfig(max_rank=4))
+            self.one, self.other = nn.Linear(12, 3), nn.Linear(12, 3)
+            self.other.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.body(x)
+            out: Tensor = self.one(hidden) + self.other(hidden)
+            return out
+
+    x, y = batch()
+    posterior = Posterior(independent(Branched, 3), NUM_DATA, optimizer=adam)
+    parameters = list(posterior.template.parameters())
+    before = posterior.outputs(x)
+    for _ in range(3):
+        posterior.step(x, y)
+    assert [id(p) for p in posterior.template.parameters()] == [id(p) for p in parameters]  # still its own
+    after = posterior.outputs(x)
+    assert not torch.allclose(before, after)
+    with torch.no_grad():
+        torch.testing.assert_close(posterior.particle(2)(x), after[2])
+    for name in ("one.weight", "one.bias", "other.bias"):
+        assert f"model.{name}" in posterior.particles
+    assert "model.other.weight" not in posterior.particles
+
+
 def test_learned_noise_has_the_networks_precision_and_the_users_likelihood_stays_as_it_is() -> None:
     likelihood = bt.Regression()
     posterior = Posterior(

@@ -110,6 +110,20 @@ def test_intervals_are_nested_and_within_the_particles(probs: Tensor, level: flo
         assert bool((ordered[0] <= ordered[1] + 1e-12).all())
 
 
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_intervals_are_at_the_temperature_as_the_mean_is(temperature: float) -> None:
+    probs = softened(9, 50, 2).double()
+    prediction = ClassPrediction(probs, temperature)
+    low, high = prediction.interval(0.9)
+    each = probs.numpy() ** (1 / temperature)
+    expected = np.quantile(each / each.sum(2, keepdims=True), [0.05, 0.95], axis=0)
+    np.testing.assert_allclose(low, expected[0])
+    np.testing.assert_allclose(high, expected[1])
+    widest = prediction.interval(1 - 1e-9)
+    assert bool(((prediction.mean >= widest[0] - 1e-6) & (prediction.mean <= widest[1] + 1e-6)).all())
+    assert torch.equal(prediction.total, ClassPrediction(probs).total)
+
+
 def test_likelihoods_are_plain_sums() -> None:
     p, labels = PROBS.numpy(), LABELS.numpy()
     each = p[:, np.arange(7), labels]

@@ -33,8 +33,8 @@ class Joint(nn.Module):
         """Weights of equal layers, by the layers' plans for training and for predictions."""
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
         """Leaves out of training what has no effect on it."""
-        self.tied = len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters()))
-        """Whether a parameter has several names; looking for these at each call takes time."""
+        self.aliases = _aliases(self)
+        """Other places of tensors that stand in several modules, and the names that particles have for them."""
 
     def forward(self, what: str, *inputs: Tensor) -> dict[str, Tensor]:
         """For one particle its "likelihood" or "prior", its "outputs", what these "describe", or lambda's "step"."""
@@ -75,7 +75,8 @@ class Joint(nn.Module):
         """`forward` for all particles at once, on the same inputs."""
 
         def one(tensors: dict[str, Tensor]) -> Any:
-            return functional_call(self, tensors, (what, *inputs), tie_weights=self.tied)
+            others = {alias: tensors[name] for alias, name in self.aliases.items() if name in tensors}
+            return functional_call(self, {**tensors, **others}, (what, *inputs), tie_weights=False)
 
         predicted = what in ("outputs", "describe")
         if (predicted or (what == "likelihood" and self.alone)) and len(next(iter(particles.values()))) == 1:
@@ -84,6 +85,18 @@ class Joint(nn.Module):
         # Dropout and the like draw anew for every particle. Batch norm cannot ask for other memory formats in there.
         inputs = tuple(tensor.contiguous() for tensor in inputs)
         return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
+
+
+def _aliases(joint: nn.Module) -> dict[str, str]:
+    """``{name of a place: first name of the tensor in it}`` for all but the first; a module counts under one name."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for path, module in joint.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            place = f"{path}.{name}" if path else name
+            if tensor is not None and first.setdefault(tensor, place) != place:
+                found[place] = first[tensor]
+    return found
 
 
 class CallableLikelihood(Likelihood):

@@ -22,8 +22,8 @@ class ClassPrediction:
     """N inputs, each with the probabilities that n particles give to C classes. Entropies are in nats.
 
     The particles' tensor keeps its precision; all that is computed from it is in double precision. A `temperature`
-    other than 1 (`fit_temperature`) makes the probabilities that are reported surer or less sure; what the particles
-    say, one by one and as a mixture, and the uncertainties that follow from it, stay as they are.
+    other than 1 (`fit_temperature`) makes the probabilities that are reported, and their intervals, surer or less sure;
+    what the particles say, one by one and as a mixture, and the uncertainties that follow from it, stay as they are.
 
     >>> ClassPrediction(torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]))  # each is sure, of different classes
     ClassPrediction(2 particles, 1 input, 2 classes; mean uncertainty 0.693 nats, 0.368 of it epistemic)
@@ -111,8 +111,12 @@ class ClassPrediction:
         return (self.particle_probabilities.argmax(2) != self.classes).double().mean(0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Lower and upper end, each ``(N, C)``, of the central `level` of the particles' probabilities per class."""
-        ordered = self.particle_probabilities.sort(0).values  # torch.quantile refuses more than 16 million numbers
+        """Lower and upper end, each ``(N, C)``, of the central `level` of the particles' probabilities per class.
+
+        These are at the `temperature`, as `mean` is.
+        """
+        each = at_temperature(self.particle_probabilities, self.temperature)
+        ordered = each.sort(0).values  # torch.quantile refuses more than 16 million numbers
         low, high = (_quantile(ordered, q) for q in tails(level))
         return low, high
 
