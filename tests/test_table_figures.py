@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -147,14 +148,16 @@ def test_a_deep_network_stays_readable(tmp_path: Path) -> None:
 # --- a posterior that was trained, gathered and tabled ----------------------------------------------------------------
 
 
+SETTINGS = ["fit.epochs=1", "fit.finetune_epochs=0", "fit.batch_size=500", "tensorize.max_rank=4",
+            "posterior.compare_map=false", "posterior.outside=patches", "posterior.particles=2"]  # fmt: skip
+SET = [word for setting in SETTINGS for word in ("--set", setting)]
+
+
 @pytest.fixture(scope="module")
 def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A posterior of two particles, trained for an epoch."""
     folder = tmp_path_factory.mktemp("runs") / "mnist-mini-two-seed0"
-    settings = ["fit.epochs=1", "fit.finetune_epochs=0", "fit.batch_size=500", "tensorize.max_rank=4",
-                "posterior.compare_map=false", "posterior.outside=patches"]  # fmt: skip
-    words = [word for setting in settings for word in ("--set", setting)]
-    done = CliRunner().invoke(app, ["train", "mnist-mini", "--particles", "2", *words, "--quiet", "--out", str(folder)])
+    done = CliRunner().invoke(app, ["train", "mnist-mini", *SET, "--quiet", "--out", str(folder)])
     assert done.exit_code == 0, done.output
     return folder
 
@@ -174,7 +177,7 @@ def test_a_posterior_keeps_the_answers_of_one_seed_and_shows_its_uncertainty(
         result = json.loads((copy / "result.json").read_text())
         (copy / "result.json").write_text(json.dumps({**result, "seed": seed}))
     scratch = ["--jobs", "1", "--runs", str(runs), "--results", str(results)]
-    options = ["--label", "two", "--seeds", "1", "0", *scratch, "--set", 'data.name="mnist-mini"']
+    options = ["--label", "two", "--seeds", "1", "0", *scratch, *SET, "--set", 'data.name="mnist-mini"']
     kept = results / "mnist-mini" / "two"
     (kept / "seed-0").mkdir(parents=True)
     (kept / "seed-0" / "evaluation.safetensors").write_bytes(b"of an earlier gathering")
@@ -190,7 +193,8 @@ def test_a_posterior_keeps_the_answers_of_one_seed_and_shows_its_uncertainty(
     (row,) = rows(text, "mnist-mini")
     assert (row["inferred by"], row["epochs"]) == ("SVGD, 2 particles", "1 (18 iterations)")  # 9,000 images
     assert "*Uncertainty of `two`, seed 1, on the test images and on shuffled patches.*" in text
-    wanted = "python tools/run_seeds.py mnist-mini --label two --seeds 1 0 --set 'data.name=\"mnist-mini\"'"
+    said = "python tools/run_seeds.py mnist-mini --label two --seeds 1 0"
+    wanted = f"{said} {shlex.join(SET)} --set 'data.name=\"mnist-mini\"'"
     assert f"- `two`: `{wanted}`\n" in text
     svg = (results / "figures" / "uncertainty-mnist-mini.svg").read_text()
     ElementTree.fromstring(svg)
@@ -207,7 +211,7 @@ def test_the_uncertainty_shown_is_that_of_tensor_trains_where_there_are_such(
         result = json.loads((copy / "result.json").read_text())
         (copy / "result.json").write_text(json.dumps({**result, "kind": kind}))
         run_seeds(monkeypatch, "mnist-mini", "--label", kind, "--seeds", "0", "--runs", str(tmp_path / "runs"),
-                  "--results", str(tmp_path / "results"))  # fmt: skip
+                  "--results", str(tmp_path / "results"), *SET)  # fmt: skip
         (experiment,) = gather(tmp_path / "results")
         found = evaluated(experiment.groups)
         assert found is not None

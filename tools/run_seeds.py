@@ -4,10 +4,10 @@
     python tools/run_seeds.py mnist --label svgd-20 --seeds 0 1 2 --particles 20
 
 Each run is a process of its own with one thread, so that two share two cores without getting in each other's way. A
-finished run is only gathered, one that was stopped goes on. Networks that are small are kept, to be evaluated again or
-to start a posterior around. Of a posterior, the first good seed keeps its answers to the test images too, for the
-figure of its uncertainty. Further arguments go to ``bayestrain train``; ``{seed}`` in
-them is the seed, as in ``--map runs/cifar10-cnn-x16-seed{seed}``.
+finished run is only gathered, if it had these settings; one that was stopped goes on. Networks that are small are kept,
+to be evaluated again or to start a posterior around. Of a posterior, the first good seed keeps its answers to the test
+images too, for the figure of its uncertainty. Further arguments go to ``bayestrain train``; ``{seed}`` in them is the
+seed, as in ``--map runs/cifar10-cnn-x16-seed{seed}``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,37 @@ def run_folder(runs: Path, name: str, label: str, seed: int) -> Path:
     return runs / f"{name}-{label}-seed{seed}"
 
 
+def refuse_other_settings(command: list[str], out: Path) -> None:
+    """End with a message if a finished run had other settings than `command` asks for; it would be told as its own."""
+    asked = subprocess.run([*command, "--print-config"], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        sys.exit(asked.stderr.strip())
+    wanted, had = (settings(text) for text in (asked.stdout, (out / "config.toml").read_text()))
+    if other := [f"{key} {had[key]!r}, now {wanted[key]!r}" for key in had if wanted.get(key, had[key]) != had[key]]:
+        sys.exit(f"{out} is finished and had other settings ({'; '.join(other)}). Remove it, or give another --label.")
+
+
+def settings(text: str) -> dict[str, Any]:
+    """Every setting of a config by its name, but for the seed and where a machine has its data."""
+    found = {
+        f"{section}.{key}": value for section, table in tomllib.loads(text).items() for key, value in table.items()
+    }
+    return {key: value for key, value in found.items() if key not in ("experiment.seed", "data.folder")}
+
+
 def run(
     name: str, preset: str, label: str, seed: int, runs: Path, results: Path, extra: list[str]
 ) -> dict[str, Any] | None:
     """One seed; None if it failed, which is said and counted."""
     out = run_folder(runs, name, label, seed)
-    if not (out / "result.json").exists():
-        command = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
+    train = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
+    command = [*train, "--out", str(out), "--quiet", *(word.replace("{seed}", str(seed)) for word in extra)]
+    if (out / "result.json").exists():
+        refuse_other_settings(command, out)
+    else:
         resume = ["--resume"] if (out / "config.toml").exists() else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        own = [word.replace("{seed}", str(seed)) for word in extra]
-        done = subprocess.run([*command, "--out", str(out), "--quiet", *own, *resume], env=environment, check=False)
+        done = subprocess.run([*command, *resume], env=environment, check=False)
         if done.returncode:
             print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
             return None
