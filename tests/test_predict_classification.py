@@ -192,11 +192,12 @@ def test_joint_density_takes_the_two_leading_classes_and_peaks_at_coinciding_par
 
 
 def test_subset_and_cat_are_each_others_reverse() -> None:
-    parts = [PREDICTION.subset(slice(0, 3)), PREDICTION.subset(3), PREDICTION.subset([4, 5, 6])]
+    parts = [PREDICTION.subset(slice(0, 3)), PREDICTION.subset(np.int64(3)), PREDICTION.subset([4, 5, 6])]
     assert [len(part) for part in parts] == [3, 1, 3]
     assert torch.equal(ClassPrediction.cat(parts).particle_probabilities, PROBS)
     wrong = PREDICTION.classes != LABELS
     assert torch.equal(PREDICTION.subset(wrong).particle_probabilities, PROBS[:, wrong])
+    assert torch.equal(PREDICTION.subset(3).particle_probabilities, PROBS[:, [3]])
     assert repr(PREDICTION.subset([])) == "ClassPrediction(5 particles, 0 inputs, 3 classes)"
 
 
@@ -225,7 +226,7 @@ def test_errors_say_what_to_do() -> None:
     logits[3, 4] = torch.tensor([-1.0, 0.5, 2.5])
     with pytest.raises(ConfigError, match=r"smallest entry -1 and sum 2 \(particle 3, input 4\).*softmax"):
         ClassPrediction(logits)
-    with pytest.raises(ConfigError, match="sum nan"):
+    with pytest.raises(ConfigError, match="inputs or weights that are not finite"):
         ClassPrediction(torch.full((1, 1, 2), torch.nan))
     with pytest.raises(ConfigError, match=r"floating-point numbers, got torch.int64"):
         ClassPrediction(torch.eye(3, dtype=torch.int64)[None])

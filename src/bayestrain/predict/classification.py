@@ -51,6 +51,11 @@ class ClassPrediction:
         if bool(bad.any()):
             particle, index = (int(i) for i in bad.nonzero()[0])
             row = probs[particle, index].double()
+            if bool(row.isnan().any()):
+                raise ConfigError(
+                    f"Probabilities must be numbers, got some that are not (particle {particle}, input {index}). Look "
+                    "for inputs or weights that are not finite."
+                )
             raise ConfigError(
                 "Probabilities must be at least 0 and sum to 1 over the classes, got a row with smallest entry "
                 f"{float(row.min()):.4g} and sum {float(row.sum()):.4g} (particle {particle}, input {index}). "

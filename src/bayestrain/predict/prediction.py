@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol, Self
 
@@ -57,7 +58,12 @@ def tails(level: float) -> tuple[float, float]:
 
 def rows(values: Tensor, indices: Indices) -> Tensor:
     """The chosen inputs, along the second dimension."""
-    return values[:, [indices] if isinstance(indices, int) else indices]
+    if not isinstance(indices, Tensor):
+        try:
+            return values[:, [operator.index(indices)]]  # type: ignore[arg-type]  # whatever can be one, NumPy's too
+        except TypeError:
+            pass
+    return values[:, indices]
 
 
 def joined(batches: Sequence[Tensor]) -> Tensor:
