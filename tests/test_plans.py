@@ -191,6 +191,23 @@ class TestKept:
             made = linear().eval()
             assert_close(made(x), F.linear(x, made.weight, made.bias))
 
+    def test_weights_made_and_loaded_in_inference_mode_are_used(self) -> None:
+        with torch.inference_mode():
+            layers = (linear(), bt.TTConv2d(6, 8, 3))
+            inputs = (torch.randn(2, 56, dtype=torch.float64), torch.randn(2, 6, 5, 5))
+            for layer, x in zip(layers, inputs, strict=True):
+                other = copy.deepcopy(layer.eval())
+                other.set_cores([2 * core for core in other.cores])
+                layer(x)
+                layer.load_state_dict(other.state_dict())
+                assert_close(layer(x), other(x))
+                layer.set_cores([3 * core for core in layer.cores])
+                other.set_cores([3 * core for core in other.cores])
+                assert_close(layer(x), other(x))
+                layer.cores[0].mul_(2)
+                other.cores[1].mul_(2)
+                assert_close(layer(x), other(x))
+
     def test_every_size_of_batch_shares_what_was_formed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layer = linear().eval()
         layer.force_plan("dense")

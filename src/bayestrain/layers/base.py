@@ -186,9 +186,11 @@ class TTLayer(nn.Module, ABC):
         return any(core.requires_grad for core in self.cores)
 
     def _keeps(self) -> bool:
-        """Whether what a pass forms now may be kept: evaluation, no gradients, nobody looking on."""
-        watched = self.training or torch.is_grad_enabled() or traced() or transformed()
-        return not watched and len(self.cores._parameters) == len(self.cores)  # a parametrised core is elsewhere
+        """Whether what a pass forms now may be kept: evaluation, no gradients, nobody looking on, all changes seen."""
+        if self.training or torch.is_grad_enabled() or traced() or transformed():
+            return False
+        own = self.cores._parameters.values()  # a parametrised core is elsewhere
+        return len(own) == len(self.cores) and True not in [core.is_inference() for core in own]  # type: ignore[union-attr]
 
     def _note(self, plan: Plan) -> None:
         """Remember how the pass is run."""
@@ -258,6 +260,7 @@ class TTLayer(nn.Module, ABC):
                 raise ShapeError(
                     f"New cores must keep the modes {tuple(own.shape[1:-1])}, got {tuple(new.shape[1:-1])}."
                 )
+        self._kept.forget()
         for own, new in zip(self.cores, cores, strict=True):
             if own.shape == new.shape:
                 own.copy_(new)
@@ -265,6 +268,7 @@ class TTLayer(nn.Module, ABC):
                 replace_data(own, new.to(own))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._kept.forget()
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
         incoming = [state_dict[key] for key in keys if key in state_dict]
         if [new.shape[1:-1] for new in incoming] == [own.shape[1:-1] for own in self.cores]:

@@ -99,7 +99,7 @@ class Kept:
 
     A change is seen by the tensors' version counters and addresses. Writing through ``core.data`` hides it from the
     counter, and so does a replayed CUDA graph; a call of ``train()`` or ``eval()``, or any pass with gradients, makes
-    all be formed anew.
+    all be formed anew. Tensors made in inference mode have no counter; for these `run` must not be called.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Kept:
 
     def run(self, cores: Collection[Tensor], name: object, make: Callable[[], Formed]) -> Formed:
         """What `make` returns for inputs of this name, from before if it can be."""
-        key = [number for core in cores for number in (core.data_ptr(), -1 if core.is_inference() else core._version)]
+        key = [number for core in cores for number in (core.data_ptr(), core._version)]
         if key != self._key:
             self.forget()
             # The cores are held, so that no other tensor can come to lie at their address.
