@@ -41,6 +41,26 @@ def test_a_users_own_compacted_model_comes_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model.json").read_text())["note"] == "mine"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+def test_a_model_of_another_precision_comes_back_in_it(tmp_path: Path, dtype: torch.dtype, given: torch.dtype) -> None:
+    model = trained().to(dtype)
+    bt.save_model(model, tmp_path, {})
+    again = bt.load_model(tmp_path, own_network().to(given))
+    expected = model.state_dict()
+    for name, tensor in again.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_layers_of_different_precision_come_back_each_in_its_own(tmp_path: Path) -> None:
+    model = trained()
+    model[6].double()
+    model[1].double()
+    bt.save_model(model, tmp_path, {})
+    again = bt.load_model(tmp_path, own_network()).state_dict()
+    assert {name: t.dtype for name, t in again.items()} == {name: t.dtype for name, t in model.state_dict().items()}
+
+
 def test_a_layer_used_twice_is_saved_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(16, 16)

@@ -77,6 +77,22 @@ def test_regression_and_shared_parameters_come_back(tmp_path: Path) -> None:
     assert torch.equal(bt.load_posterior(tmp_path, dense()).outputs(x), shared.outputs(x))
 
 
+def test_double_precision_comes_back(tmp_path: Path) -> None:
+    def doubled() -> nn.Module:
+        model = tensorized().double()
+        torch.nn.init.constant_(model.get_parameter("6.bias"), 0.1).requires_grad_(False)
+        return model
+
+    posterior = Posterior(independent(doubled, 2), 50)
+    posterior.fix_ranks_()
+    bt.save_posterior(posterior, tmp_path, {})
+    loaded = bt.load_posterior(tmp_path, dense())
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    assert torch.equal(loaded.outputs(x), posterior.outputs(x))
+    with torch.no_grad():
+        assert torch.equal(loaded.particle(1)(x), posterior.particle(1)(x))
+
+
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     posterior, _ = trained()
     searching = Posterior(independent(tensorized, 2), 50)

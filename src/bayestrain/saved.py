@@ -46,9 +46,11 @@ def save_model(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None
 def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     """The saved model, in evaluation mode. `path` is its folder or either of its files.
 
-    `model` is the dense network that was tensorised, needed only for networks that are not in `bayestrain.models`.
+    `model` is the dense network that was tensorised, needed only for networks that are not in `bayestrain.models`. What
+    comes back has the types of the file, whatever those of `model` are.
     """
     from safetensors import SafetensorError
+    from safetensors.torch import load_file
     from safetensors.torch import load_model as read
 
     folder, description = read_description(path)
@@ -59,6 +61,7 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         )
     model = _rebuild(folder, description, model)
     try:
+        _take_types(model, load_file(folder / WEIGHTS))
         read(model, str(folder / WEIGHTS))
     except (SafetensorError, RuntimeError, OSError) as error:
         raise DataError(f"{folder / WEIGHTS} is missing, damaged or not the one described: {error}") from error
@@ -107,6 +110,7 @@ def load_posterior(
         tensors = load_file(folder / PARTICLES)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{folder / PARTICLES} is missing or damaged: {error}") from error
+    _take_types(joint, {name.removeprefix("shared."): tensor for name, tensor in tensors.items()})
     own = {**dict(joint.named_parameters()), **dict(joint.named_buffers())}
     n = int(description["particles"])
     particles: dict[str, Tensor] = {}
@@ -176,6 +180,14 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module | No
         raise DataError(f"{folder / DESCRIPTION} does not describe its layers completely: {error!r}.") from error
     replace_layers(model, layers)
     return model
+
+
+def _take_types(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give every parameter and buffer the type that it has in the file: what is copied into it is then not rounded."""
+    names = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, own in (pair for pairs in names for pair in pairs):
+        if name in tensors:
+            own.data = own.data.to(tensors[name].dtype)
 
 
 def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
