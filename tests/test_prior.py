@@ -134,6 +134,20 @@ def test_lambda_is_saved_with_the_model_and_taken_off_for_deployment() -> None:
     assert set(model.state_dict()) == names
 
 
+def test_loading_lambda_keeps_the_settings_of_the_prior() -> None:
+    model, saved = small_model(), small_model()
+    bt.RankPrior(model, num_data=10, a=3.0, b=7.0, floor=1e-2)
+    bt.RankPrior(saved, num_data=10)
+    bt.compact_(saved, tol=0.5)
+    model.load_state_dict(saved.state_dict())
+    for layer in model.modules():
+        if isinstance(layer, bt.TTLinear):
+            state = layer.rank_state
+            assert state is not None
+            assert (state.a, state.b, state.floor) == (3.0, 7.0, 1e-2)
+            assert [len(u) for u in state.log_lambdas] == list(layer.ranks[1:-1])
+
+
 def test_a_second_prior_goes_on_with_the_lambda_that_is_there() -> None:
     model = small_model()
     first = bt.RankPrior(model, num_data=10)

@@ -274,8 +274,10 @@ class TTLayer(nn.Module, ABC):
         if [new.shape[1:-1] for new in incoming] == [own.shape[1:-1] for own in self.cores]:
             self.set_cores([own.new_empty(new.shape) for own, new in zip(self.cores, incoming, strict=True)])
             if self.rank_state is not None or f"{prefix}rank_state.held_norm" in state_dict:
-                self.rank_state = None
-                self.attach_rank_state()  # with the ranks that come in
+                before, self.rank_state = self.rank_state, None
+                state = self.attach_rank_state()  # with the ranks that come in
+                if before is not None:
+                    state.a, state.b, state.floor = before.a, before.b, before.floor
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
