@@ -377,6 +377,9 @@ def test_calibration_finds_a_temperature_and_keeps_the_classes() -> None:
     assert after.log_likelihood(y) > plain.log_likelihood(y)
     assert torch.equal(after.classes, plain.classes)
     torch.testing.assert_close(after.epistemic, plain.epistemic)
+    resumed = Posterior(independent(perceptron, 4), NUM_DATA, optimizer=adam)
+    resumed.load_state_dict(posterior.state_dict())
+    assert torch.equal(resumed.predict(x).mean, after.mean)
     regression = Posterior(independent(perceptron, 2), NUM_DATA, likelihood=bt.Regression())
     with pytest.raises(ConfigError, match="Only a Classification has a temperature"):
         regression.calibrate_(x, y)

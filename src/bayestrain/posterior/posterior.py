@@ -321,13 +321,15 @@ class Posterior(ParticleModel):
         return stein_discrepancy(self.particles, {name: g / number for name, g in total.items()}) / dimensions
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+        """Everything that the next step and the predictions depend on."""
+        likelihood = self.joint.likelihood
         return {
             "method": self.method.state_dict(),
             "prior": self.prior.state_dict(),
             "ranks_fixed": not isinstance(self.prior, RankPrior),
             "variance": self.prior.variance if isinstance(self.prior, NormalPrior) else None,
             "shared": self._shared(),
+            "temperature": likelihood.temperature if isinstance(likelihood, Classification) else None,
         }
 
     def _shared(self) -> dict[str, Tensor]:
@@ -365,6 +367,9 @@ class Posterior(ParticleModel):
             self.joint.get_parameter(name).copy_(tensor)
         self.method.load_state_dict(state["method"])
         self.prior.load_state_dict(state["prior"])
+        temperature = state.get("temperature")  # checkpoints of format 3 may be older than it
+        if isinstance(self.joint.likelihood, Classification) and temperature is not None:
+            self.joint.likelihood.temperature = temperature
         self._estimate = None
 
     def __repr__(self) -> str:
