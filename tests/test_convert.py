@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,6 +144,45 @@ def test_a_module_used_twice_stays_one_module() -> None:
     assert model.there[0] is model.back["again"] is model.twice[0]
     assert [row.name for row in report.layers] == ["there.0"]
     assert sum(1 for module in model.modules() if isinstance(module, bt.TTLinear)) == 1
+
+
+def test_hooks_stay_and_their_handles_still_remove_them() -> None:
+    model = mlp()
+    layer, called = model[0], list[str]()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: called.append(name)
+
+    handles = [
+        layer.register_forward_pre_hook(note("before, named"), with_kwargs=True),
+        layer.register_forward_pre_hook(note("before")),
+        layer.register_forward_hook(lambda _, __, out: note("after")() or 0 * out),
+        layer.register_forward_hook(note("after, named"), with_kwargs=True, always_call=True),
+        layer.register_full_backward_pre_hook(note("back, before")),
+        layer.register_full_backward_hook(note("back, after")),
+    ]
+    bt.tensorize_(model)
+    assert isinstance(model[0], bt.TTLinear)
+    x = torch.randn(2, 24, requires_grad=True)
+    assert not model[0](x).any()
+    model(x).sum().backward()
+    forward = ["before, named", "before", "after", "after, named"]
+    assert called == [*forward, *forward, "back, before", "back, after"]
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    assert model[0](x).any()
+    model(x).sum().backward()
+    assert not called
+
+
+def test_hooks_on_the_state_dict_are_refused() -> None:
+    model = mlp()
+    handle = model[2].register_state_dict_post_hook(lambda *_: None)
+    with unchanged(model), pytest.raises(ConversionError, match=r"'2' \(Linear\): it has hooks on its state_dict"):
+        bt.tensorize_(model)
+    handle.remove()
+    bt.tensorize_(model)
 
 
 def test_subclasses_are_kept_and_listed() -> None:

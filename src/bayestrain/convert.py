@@ -15,6 +15,16 @@ from bayestrain.tables import text_table
 FilterFn = Callable[[nn.Module, str], bool]
 LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+"""Where a module has its hooks on passes; those on its ``state_dict`` are about its own tensors."""
+
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TensorizeConfig:
@@ -94,7 +104,8 @@ def tensorize_(
 ) -> TensorizeReport:
     """Replace every `nn.Linear` and `nn.Conv2d` of `model` by its tensor-train twin, in place.
 
-    All layers are checked and built before the first one is replaced: an error leaves the model as it was.
+    All layers are checked and built before the first one is replaced: an error leaves the model as it was. Hooks on
+    forward and backward passes go to the twins.
 
     Args:
         model: any module; a layer used in several places stays one layer.
@@ -149,7 +160,10 @@ def tensorize_(
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each replacement wherever its original is used."""
+    """Put each replacement wherever its original is used, with the original's hooks."""
+    for original, replacement in replacements.items():
+        for kind in HOOKS:  # the very dictionaries, so that the handles of hooks still remove them
+            setattr(replacement, kind, getattr(original, kind))
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in replacements:
             parent, _, attribute = name.rpartition(".")
@@ -194,6 +208,8 @@ def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[s
         raise refuse("it is quantised or its weight is not a plain floating point parameter", leave_out)
     if isinstance(module, nn.Conv2d) and module.groups != 1:
         raise refuse(f"groups must be 1, got groups={module.groups}", leave_out)
+    if any(getattr(module, kind) for kind in STATE_HOOKS):
+        raise refuse("it has hooks on its state_dict, which its tensor train would not have", leave_out)
     for key, parameter in module.named_parameters(recurse=False):
         if others := [owner for owner in owners[id(parameter)] if owner != name]:
             raise refuse(f"its {key} is shared with {others}", leave_out)
