@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from layer_kit import relative_error
@@ -90,6 +91,13 @@ def test_the_defaults() -> None:
     report = bt.tensorize_(model)
     assert bt.ranks(model) == {"1": (1, 20, 20, 20, 1), "3": (1, 20, 1)}
     assert report.parameters == 27_235
+
+
+def test_ranks_may_be_numpys() -> None:
+    assert type(bt.TensorizeConfig(max_rank=np.int64(5)).max_rank) is int
+    config = bt.TensorizeConfig(max_rank=tuple(np.array([5, 2])))
+    assert config == bt.TensorizeConfig(max_rank=(5, 2))
+    assert [type(rank) for rank in config.max_rank] == [int, int]
 
 
 def test_the_report_prints_as_a_table() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -407,6 +408,15 @@ def test_predict_refuses_nonsense() -> None:
         posterior.predict(x[:0])
     with pytest.raises(ConfigError, match="particles 0 to 1, but no 2"):
         posterior.particle(2)
+
+
+def test_sizes_of_batches_may_be_numpys() -> None:
+    posterior = Posterior(independent(perceptron, 2), NUM_DATA)
+    x, _ = digits((12,))
+    found = posterior.outputs(x, batch_size=np.int64(7), chunk=np.int32(1))
+    torch.testing.assert_close(found, posterior.outputs(x))
+    with pytest.raises(ConfigError, match=r"integers of at least 1, got 2\.5 and None"):
+        posterior.predict(x, batch_size=2.5)  # type: ignore[arg-type]
 
 
 def test_the_users_networks_stay_as_they_are() -> None:

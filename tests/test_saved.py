@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,21 @@ def test_layers_of_different_precision_come_back_each_in_its_own(tmp_path: Path)
     bt.save_model(model, tmp_path, {})
     again = bt.load_model(tmp_path, own_network()).state_dict()
     assert {name: t.dtype for name, t in again.items()} == {name: t.dtype for name, t in model.state_dict().items()}
+
+
+def test_sizes_may_be_numpys(tmp_path: Path) -> None:
+    three, one, four, eight = np.array([3, 1, 4, 8])
+    model = nn.Sequential(
+        nn.Conv2d(three, eight, three, one, one, one, padding_mode="reflect"),
+        bt.TTConv2d(eight, four, (three, one), (one, three), (one, one), one),
+        nn.Flatten(),
+        bt.TTLinear(eight * eight, four),
+    )
+    bt.tensorize_(model)
+    bt.save_model(model.eval(), tmp_path, {})
+    again = bt.load_model(tmp_path, copy.deepcopy(model))
+    x = torch.randn(2, 3, 4, 9)
+    assert torch.equal(again(x), model(x))
 
 
 def test_a_layer_used_twice_is_saved_once(tmp_path: Path) -> None:

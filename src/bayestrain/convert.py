@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -44,8 +45,10 @@ class TensorizeConfig:
 
     def __post_init__(self) -> None:
         ranks = self.max_rank if isinstance(self.max_rank, tuple | list) else (self.max_rank,)
-        if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 1 for r in ranks):
+        if not ranks or any(isinstance(r, bool) or not isinstance(r, Integral) or r < 1 for r in ranks):
             raise ConfigError(f"max_rank must be an integer of at least 1, or a tuple of them, got {self.max_rank!r}.")
+        plain = tuple(map(int, ranks)) if ranks is self.max_rank else int(ranks[0])  # they may be NumPy's
+        object.__setattr__(self, "max_rank", plain)
         if self.init not in (*INITS, "svd"):
             raise ConfigError(f"init must be one of {(*INITS, 'svd')}, got {self.init!r}.")
         if not 0.0 <= self.tol < 1.0:

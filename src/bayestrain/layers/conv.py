@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Literal, Self
 
 import torch
@@ -67,7 +68,8 @@ class TTConv2d(TTLayer):
         template = nn.Conv2d(
             in_channels, out_channels, kernel_size, stride, padding, dilation, 1, False, padding_mode, device="meta"
         )
-        kh, kw = template.kernel_size[0], template.kernel_size[1]
+        in_channels, out_channels = index(in_channels), index(out_channels)
+        kh, kw = _pair(template.kernel_size)
         ins = _channel_modes(in_channels, in_modes, "in_modes")
         outs = _channel_modes(out_channels, out_modes, "out_modes")
         sizes = (kh * kw, *ins, *outs)
@@ -78,13 +80,13 @@ class TTConv2d(TTLayer):
         super().__init__(cores, default_bias(out_channels, fan_in, cores[0]) if bias else None)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size = (kh, kw)
-        self.stride = template.stride
-        self.padding = template.padding
-        self.dilation = template.dilation
+        self.stride = _pair(template.stride)
+        self.padding = template.padding if isinstance(template.padding, str) else _pair(template.padding)
+        self.dilation = _pair(template.dilation)
         self.groups = 1
         self.padding_mode = padding_mode
         self.in_modes, self.out_modes = ins, outs
-        self._edge = list(template._reversed_padding_repeated_twice)
+        self._edge = list(map(index, template._reversed_padding_repeated_twice))
 
     @classmethod
     def like(
@@ -131,8 +133,7 @@ class TTConv2d(TTLayer):
         """A plain `nn.Conv2d` that computes the same."""
         like = self.cores[0]
         dense = nn.Conv2d(
-            self.in_channels, self.out_channels, self.kernel_size, _pair(self.stride),
-            self.padding if isinstance(self.padding, str) else _pair(self.padding), _pair(self.dilation), 1,
+            self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding, self.dilation, 1,
             self.bias is not None, self.padding_mode, device=like.device, dtype=like.dtype,
         )  # fmt: skip
         dense.weight.copy_(self.weight)
@@ -237,7 +238,7 @@ class TTConv2d(TTLayer):
 
     def _task(self, x: Tensor) -> Task:
         """What is asked of the layer, in positions of the output; inference that may keep kernels finds them formed."""
-        places = x.numel() // self.in_channels // math.prod(_pair(self.stride))
+        places = x.numel() // self.in_channels // math.prod(self.stride)
         return Task(max(1, places), product_dtype(x).itemsize, self._trains(x), self._keeps())
 
     def _convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
@@ -263,7 +264,7 @@ def _channel_modes(size: int, modes: Sequence[int] | None, what: str) -> tuple[i
 
 
 def _pair(value: tuple[int, ...]) -> tuple[int, int]:
-    return value[0], value[1]
+    return index(value[0]), index(value[1])
 
 
 def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Self
 
 import torch
@@ -46,6 +47,7 @@ class TTLinear(TTLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        in_features, out_features = index(in_features), index(out_features)
         ins, outs = linear_modes(in_features, out_features, in_modes, out_modes)
         inner = tt.feasible_ranks([m * j for m, j in zip(outs, ins, strict=True)], max_rank)
         variance = start_variance(init, fan_in=in_features, entries=in_features * out_features)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
+from operator import index
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +96,15 @@ class ParticleModel:
 
     @torch.no_grad()
     def _all(self, x: Tensor, batch_size: int, chunk: int | None, what: str) -> dict[str, Tensor]:
-        if batch_size < 1 or (chunk is not None and chunk < 1):
-            raise ConfigError(f"batch_size and chunk must be at least 1, got {batch_size} and {chunk}.")
+        if not all(hasattr(size, "__index__") and size >= 1 for size in (batch_size, 1 if chunk is None else chunk)):
+            raise ConfigError(f"batch_size and chunk must be integers of at least 1, got {batch_size} and {chunk}.")
+        batch_size, size = index(batch_size), None if chunk is None else index(chunk)
         if len(x) == 0:
             raise ConfigError("There is no input to predict for.")
         was_training = self.template.training
         self.template.eval()
         tensors = {**self.particles, **self.carried}
         try:
-            size = chunk
             if size is None:
                 size, batch_size = predicted_at_once(self.joint, tensors, self._brought(x[:batch_size]), batch_size)
             batches = [
