@@ -217,6 +217,19 @@ def test_calibration_checks_its_labels() -> None:
         posterior.calibrate_(x, y + 5)
 
 
+def test_a_batch_without_data_or_with_labels_that_are_no_classes_is_refused() -> None:
+    posterior = Posterior(independent(half_frozen, 2), NUM_DATA, optimizer=adam)
+    x, y = batch()
+    for _ in range(2):  # at the first step, and later on
+        with pytest.raises(ConfigError, match=r"Labels must lie between 0 and 2, got 1 to 3\. Number the classes"):
+            posterior.step(x, y + 1)
+        with pytest.raises(ConfigError, match="Labels must lie between 0 and 2, got -1 to 1"):
+            posterior.step(x, y - 1)
+        with pytest.raises(ConfigError, match=r"no datum in this batch\. Leave empty batches out"):
+            posterior.step(x[:0], y[:0])
+        posterior.step(x, y)
+
+
 class Recomputing(nn.Module):
     """Keeps nothing of its hidden layer, a module or a bare product, which comes first or second."""
 

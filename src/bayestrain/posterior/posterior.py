@@ -18,6 +18,7 @@ from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
 from bayestrain.layers import TTConv2d
+from bayestrain.posterior.batches import checked_batch
 from bayestrain.posterior.compaction import compact_particles, particles_tolerance, rank_spread
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import Activations, MemoryEstimate, activations, held_bytes, optimizer_states, plan
@@ -156,14 +157,15 @@ class Posterior(ParticleModel):
         times faster: ``Adam(named, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``. What is returned is then
         overwritten by the next step.
         """
-        if self._estimate is None:
-            self.estimate_memory(x, y)
-        elif not self._trusted:
-            self._trusted = refuse_recomputing(self.joint, self._first(), x, y)
-        if not isinstance(self.joint.prior_weight, Tensor):
-            self.joint.prior_weight = torch.zeros((), device=self.device)
-        self.joint.prior_weight.fill_(self.prior.current_weight)
-        found = self.capture.step(self._advance, x, y, self.prior, self.method.optimizer)
+        with checked_batch(self, x, y):
+            if self._estimate is None:
+                self.estimate_memory(x, y)
+            elif not self._trusted:
+                self._trusted = refuse_recomputing(self.joint, self._first(), x, y)
+            if not isinstance(self.joint.prior_weight, Tensor):
+                self.joint.prior_weight = torch.zeros((), device=self.device)
+            self.joint.prior_weight.fill_(self.prior.current_weight)
+            found = self.capture.step(self._advance, x, y, self.prior, self.method.optimizer)
         self.method.count_step()
         return PosteriorStep(*found)
 
