@@ -80,8 +80,9 @@ def compact_(
             "lambda": the paper's rule, lambda above a threshold. Not the default, because lambda's scale is a gauge:
             multiplying a core by c and its neighbour by 1/c leaves the network as it is and moves every lambda, so an
             absolute threshold may cut a bond that matters (it keeps at least rank 1) and promises no error.
-        optimizer: the optimiser that holds the cores. With "contribution" and "lambda" its state is sliced along, with
-            "rounding" the state of the cores that changed starts anew.
+        optimizer: the optimiser that holds the cores, needed if it is to go on: without it, its state keeps the old
+            shapes and its next step fails within PyTorch. With "contribution" and "lambda" its state is sliced along,
+            with "rounding" the state of the cores that changed starts anew.
     """
     if rule not in RULES:
         raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
