@@ -102,7 +102,13 @@ def test_a_run_is_not_overwritten_unless_told(finished: bool) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ['tensorize.keep_dense=["nope"]', 'tensorize.modes."1"=[[7,4,7,5],[5,5,5,5]]', "data.validation_fraction=1e-9"],
+    [
+        'tensorize.keep_dense=["nope"]',
+        'tensorize.modes."1"=[[7,4,7,5],[5,5,5,5]]',
+        "data.validation_fraction=1e-9",
+        "fit.target_ratio=1e9",
+        "fit.target_ratio=1.5",
+    ],
 )
 def test_overwriting_with_what_cannot_be_trained_costs_nothing(setting: str) -> None:
     run = a_run("run", finished=True)

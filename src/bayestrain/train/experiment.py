@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from bayestrain import models
@@ -30,6 +31,7 @@ from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.outcome import Result, training_facts, write_evaluation, write_result
 from bayestrain.train.places import LAST, MAP, TAKING, has_work
+from bayestrain.train.point import Point
 from bayestrain.train.progress import Progress, Unfinished
 from bayestrain.train.tensorboard import summary_writer
 
@@ -191,7 +193,12 @@ def rehearse(config: RunConfig, point: Path | None = None) -> None:
     if point is not None:
         check_point(config, point)
     material = load_material(config, with_outside=config.posterior.particles > 0)
-    _as_kind(models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes)), config)
+    model = models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes))
+    _as_kind(model, config)
+    settings, search = fit_settings(config.replace("posterior", particles=0)), config.experiment.kind == "low-rank"
+    subject = Point(model, settings, config.prior, F.cross_entropy, len(material.train), torch.device("cpu"), search)
+    if settings.target_ratio:
+        subject.check_target(settings)
     if config.fit.tensorboard:
         summary_writer()
 
