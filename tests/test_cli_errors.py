@@ -72,7 +72,15 @@ def test_bad_settings() -> None:
     assert "--set fit.epochs=many: fit.epochs must be a whole number" in refused("train", "--set", "fit.epochs=many")
     assert "--seed -1: experiment.seed must be a whole number" in refused("train", "--seed", "-1")
     assert "Invalid value for '--seed'" in refused("train", "--seed", "x")
+    assert '--set fit=3: "fit" is a section, not a setting. [fit] has epochs, batch_size,' in refused(
+        "train", "--set", "fit=3"
+    )
+    assert 'There is no setting "base". The sections are' in refused("train", "--set", "base=mnist")
     assert not Path("runs").exists()
+
+
+def test_what_was_noted_on_an_error_is_told() -> None:
+    assert "This happened at layer '1'" in refused("train", "--set", "tensorize.modes.1=[[2,3],[4,5]]")
 
 
 def test_output_folder_that_cannot_be_written() -> None:

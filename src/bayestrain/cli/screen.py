@@ -20,6 +20,11 @@ def print_error(message: str) -> None:
     Console(stderr=True).print(Text("bayestrain: ", style="bold red") + Text(message), soft_wrap=True)
 
 
+def in_full(error: Exception) -> str:
+    """What an error says, with the notes that were added to it on its way."""
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def print_json(value: object) -> None:
     """Exactly one JSON value on stdout."""
     print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)

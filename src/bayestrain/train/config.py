@@ -312,13 +312,14 @@ def unknown(keys: tuple[str, ...]) -> str:
     written = ".".join(keys)
     everything = [f"{section}.{field.name}" for section, field, _ in all_settings()]
     same = [name for name in everything if name.endswith(f".{keys[-1]}")]  # right name, wrong or no section
-    there = [name for name in everything if name.startswith(f"{keys[0]}.")] if len(keys) > 1 else []
-    hint = (
-        f" Did you mean {shown(same[0])}?" if same else suggestion(written, there or [*SECTIONS, "base", *everything])
-    )
+    there = [name for name in everything if name.startswith(f"{keys[0]}.")]
+    near = there or [name for name in (*SECTIONS, "base", *everything) if name != written]
+    hint = f" Did you mean {shown(same[0])}?" if same else suggestion(written, near)
     listed = f"[{keys[0]}] has {', '.join(name.split('.')[1] for name in there)}" if there else (
         f"The sections are {', '.join(SECTIONS)}"
     )  # fmt: skip
+    if len(keys) == 1 and there:
+        return f"{shown(written)} is a section, not a setting. {listed}."
     return f"There is no setting {shown(written)}.{hint} {listed}."
 
 
