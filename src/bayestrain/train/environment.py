@@ -55,9 +55,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    result = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
-    )
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a killed run leaves no lock in a checkout
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     return result.stdout.strip()
 
 
