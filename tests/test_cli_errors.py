@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,17 @@ from typer.testing import CliRunner, Result
 from bayestrain.cli.app import app
 from bayestrain.data import datasets
 from bayestrain.train import toml
+
+TINY = ["fit.epochs=1", "fit.finetune_epochs=1", "fit.batch_size=2500", "tensorize.max_rank=3"]
+TRAIN_TINY = ["train", "--quiet", *(word for setting in TINY for word in ("--set", setting))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, to be copied before something is done to it."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert CliRunner().invoke(app, [*TRAIN_TINY, "--out", str(folder)]).exit_code == 0
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +52,17 @@ def a_run(folder: str, *, finished: bool, overrides: tuple[str, ...] = ()) -> Pa
     if finished:
         (path / "result.json").write_text("{}")
     return path
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """As on a disk with hardly any room left."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -132,6 +157,45 @@ def test_a_config_of_the_users_own_is_never_written_over() -> None:
     assert "your own" in refused("train", "--config", str(own), "--out", "mine", "--overwrite")
     assert "--overwrite" in refused("train", "--out", "mine")
     assert own.read_text().startswith("# mine")
+
+
+@pytest.mark.parametrize(("size", "file"), [(2048, "config.toml"), (20480, "checkpoint-best.pt")])
+def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(size: int, file: str) -> None:
+    with no_file_above(size):
+        message = refused(*TRAIN_TINY, "--out", "run")
+    assert f"run/{file} cannot be read or written: File too large. Make room first." in message
+    assert message.endswith("Nothing was saved yet; run the same command again.")
+    assert not Path("run").exists()
+
+
+def test_a_full_disk_in_a_map_point_leaves_nothing_to_resume() -> None:
+    with no_file_above(20480):
+        message = refused(*TRAIN_TINY, "--out", "run", "--particles", "2")
+    assert "run/map/checkpoint-best.pt cannot be read or written" in message
+    assert message.endswith("run the same command again.")
+    assert not Path("run").exists()
+
+
+def test_a_full_disk_at_the_end_of_a_run_says_how_to_go_on() -> None:
+    with no_file_above(61440):
+        message = refused(*TRAIN_TINY, "--out", "run")
+    assert "run/evaluation.safetensors cannot be read or written: File too large." in message
+    assert message.endswith("train --resume --out run")
+    assert CliRunner().invoke(app, ["train", "--resume", "--out", "run"]).exit_code == 0
+    assert not list(Path("run").glob(".*"))
+
+
+@pytest.mark.parametrize(("size", "file"), [(6000, "model.safetensors"), (51200, "evaluation.safetensors")])
+def test_a_full_disk_while_a_run_is_evaluated_or_taken_over(trained: Path, size: int, file: str) -> None:
+    run = Path(shutil.copytree(trained, "run"))
+    before = contents(run)
+    with no_file_above(size):
+        assert f"run/{file} cannot be read or written: " in refused("evaluate", "run")
+        message = refused(*TRAIN_TINY, "--out", "posterior", "--particles", "2", "--map", "run")
+    assert contents(run).keys() == before.keys()
+    assert contents(run)["result.json"] == before["result.json"]
+    assert f"posterior/.map.partial/{file} cannot be read or written: " in message
+    assert not Path("posterior").exists()
 
 
 def test_descriptions_that_lack_something() -> None:

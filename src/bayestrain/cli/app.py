@@ -13,7 +13,7 @@ from bayestrain.cli.evaluate import evaluate
 from bayestrain.cli.inspect import inspect
 from bayestrain.cli.predict import predict
 from bayestrain.cli.report import report
-from bayestrain.cli.screen import HELP, in_full, print_error
+from bayestrain.cli.screen import HELP, failed_access, in_full, print_error
 from bayestrain.cli.table import table
 from bayestrain.cli.train import TrainCommand, train, train_help
 from bayestrain.errors import BayesTrainError
@@ -27,6 +27,11 @@ class CleanErrors(TyperGroup):
             return super().invoke(ctx)
         except BayesTrainError as error:
             print_error(in_full(error))
+            raise typer.Exit(2) from None
+        except BrokenPipeError:
+            raise  # nobody reads on, and click ends quietly
+        except OSError as error:
+            print_error(failed_access(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             print_error("stopped by Ctrl-C.")

@@ -145,7 +145,7 @@ def _taken(folder: Path) -> bool:
     """Whether there is something at `folder` that a new run must not touch."""
     if not folder.exists():
         return False
-    early = folder.is_dir() and all(_is_early(path.name) for path in folder.iterdir())
+    early = folder.is_dir() and all(_is_early(path) for path in folder.iterdir())
     return not early or (is_run(folder) and not _is_written_by_us(folder / "config.toml"))
 
 
@@ -156,5 +156,8 @@ def _is_written_by_us(config: Path) -> bool:
         return False
 
 
-def _is_early(name: str) -> bool:
-    return name in BEFORE or (name.startswith(".") and name.endswith(".partial"))
+def _is_early(path: Path) -> bool:
+    """Whether a run writes this before its first checkpoint; its MAP point is a run of its own."""
+    if path.name == MAP:
+        return (is_run(path) or is_run(path.parent)) and path.is_dir() and not _taken(path)
+    return path.name in BEFORE or (path.name.startswith(".") and path.name.endswith(".partial"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from bayestrain.errors import ConfigError
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system calls a disk without room."""
+
 
 def print_error(message: str) -> None:
     """One message on stderr, never wrapped, so that it can be copied."""
@@ -23,6 +27,14 @@ def print_error(message: str) -> None:
 def in_full(error: Exception) -> str:
     """What an error says, with the notes that were added to it on its way."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def failed_access(error: OSError) -> str:
+    """What the system says of a file or a disk, and what to do."""
+    what = "A file" if error.filename is None else str(error.filename)
+    room = " Make room first." if error.errno in FULL else ""
+    text = f"{what} cannot be read or written: {error.strerror or error}.{room}"
+    return " ".join([text, *getattr(error, "__notes__", ())])
 
 
 def print_json(value: object) -> None:

@@ -171,14 +171,17 @@ def train(
         runs.check_elsewhere(folder, point)
     used_device = devices.resolve(device)
     is_new = runs.make_writable(folder)
-    if is_new:
-        toml.save(chosen, folder / "config.toml")  # from here on there is something to resume
     try:
+        if is_new:
+            toml.save(chosen, folder / "config.toml")  # from here on there is something to resume
         with shown_progress(quiet or as_json, runs.first_record(folder) if resume else None) as progress:
             result, report = run(chosen, folder, used_device, resume, progress, point)
     except (Interrupted, KeyboardInterrupt):
         print_error(f"stopped by Ctrl-C. {how_to_go_on(folder, device)}")
         raise typer.Exit(130) from None
+    except OSError as error:
+        error.add_note(how_to_go_on(folder, device))
+        raise
     finally:
         if is_new:
             runs.tidy(folder)

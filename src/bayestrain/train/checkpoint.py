@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bayestrain.errors import TrainingError
-from bayestrain.files import write_atomically
+from bayestrain.files import naming, write_atomically
 from bayestrain.train.places import LAST
 
 BEST = "checkpoint-best.pt"
@@ -21,13 +21,7 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any], name: str = LAST) ->
     """Write a checkpoint that `load_checkpoint` can read."""
     content = io.BytesIO()
     torch.save(dict(state), content)
-    try:
-        write_atomically(folder / name, content.getvalue())
-    except OSError as error:
-        raise TrainingError(
-            f"The checkpoint {folder / name} cannot be written: {error.strerror or error}. "
-            "Make room, then go on with --resume."
-        ) from error
+    write_atomically(folder / name, content.getvalue())
 
 
 def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:
@@ -67,5 +61,5 @@ class History:
         """Add one epoch."""
         self.lines.append(line)
         if self.path is not None:
-            with self.path.open("a") as file:
+            with naming(self.path), self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bayestrain.errors import ConfigError
+from bayestrain.files import write_atomically
 from bayestrain.saved import DESCRIPTION, WEIGHTS, load_model
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig, differences
@@ -53,7 +54,7 @@ def take_over(config: RunConfig, run: Path, out: Path, device: str, command: str
     scratch.mkdir()
     for name in (*TAKEN, *SHOWN):
         if (run / name).exists():
-            shutil.copyfile(run / name, scratch / name)
+            write_atomically(scratch / name, (run / name).read_bytes())
     toml.save(config.replace("posterior", particles=0), scratch / "config.toml")
     evaluate_run(scratch, device=device, command=command, with_outside=True)
     shutil.rmtree(place, ignore_errors=True)  # one that was begun

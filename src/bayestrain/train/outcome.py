@@ -12,7 +12,7 @@ import torch
 from bayestrain.files import write_atomically, write_json
 from bayestrain.infer import diagnose
 from bayestrain.posterior import ParticleModel, Posterior
-from bayestrain.saved import save_model, save_posterior
+from bayestrain.saved import WEIGHTS, save_model, save_posterior
 from bayestrain.train.config import RunConfig
 from bayestrain.train.evaluation import Evaluation
 from bayestrain.train.loop import FitResult
@@ -88,6 +88,7 @@ def warnings_of(left: int, started: int, diagnostics: dict[str, float]) -> list[
 
 def write_evaluation(out: Path, config: RunConfig, evaluation: Evaluation, dense_params: int) -> None:
     """Write the network or posterior, and its predictions."""
+    from safetensors import SafetensorError
     from safetensors.torch import save
 
     splits, prediction, network = evaluation.material.splits, evaluation.prediction, evaluation.network
@@ -119,7 +120,10 @@ def write_evaluation(out: Path, config: RunConfig, evaluation: Evaluation, dense
     else:
         if evaluation.validation is not None:
             about["temperature"] = evaluation.suited  # a posterior has its own
-        save_model(network.cpu(), out, about)
+        try:
+            save_model(network.cpu(), out, about)
+        except SafetensorError as error:  # a full disk, in the library's own words
+            raise OSError(None, str(error), str(out / WEIGHTS)) from error
     beyond, outside = evaluation.beyond, evaluation.material.outside
     if beyond is not None and outside is not None:
         tensors |= {

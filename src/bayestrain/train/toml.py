@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bayestrain.errors import ConfigError
+from bayestrain.files import write_atomically
 from bayestrain.train.config import PRESETS, RunConfig, all_settings, check_settings, unknown
 from bayestrain.train.settings import layer_modes, shown, suggestion
 
@@ -104,7 +105,7 @@ def dumps(config: RunConfig) -> str:
 
 def save(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write the complete config to a TOML file."""
-    Path(path).write_text(dumps(config), encoding="utf-8")
+    write_atomically(Path(path), dumps(config))
 
 
 def lines_of_keys(text: str) -> dict[Keys, int]:
