@@ -169,6 +169,7 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module | No
                 f"{folder / DESCRIPTION} names the network {description.get('model')!r}, which is not one of "
                 f"{sorted(models.BUILDERS)}. Pass the dense network as the second argument."
             )
+        require(description, "classes")
         model = build(num_classes=len(description["classes"]))
     try:
         originals = {name: model.get_submodule(name) for name in description["layers"]}
