@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from collections.abc import Iterator
@@ -196,6 +197,62 @@ def test_a_full_disk_while_a_run_is_evaluated_or_taken_over(trained: Path, size:
     assert contents(run)["result.json"] == before["result.json"]
     assert f"posterior/.map.partial/{file} cannot be read or written: " in message
     assert not Path("posterior").exists()
+
+
+DAMAGED = ("", "{", "[]", "{}", "null")
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_result_is_named_with_what_to_do(trained: Path, text: str) -> None:
+    run = Path(shutil.copytree(trained, "run"))
+    (run / "result.json").write_text(text)
+    for command in (["evaluate", "run"], ["train", "--resume", "--quiet", "--out", "run"]):
+        message = refused(*command)
+        assert "run/result.json is damaged: " in message
+        assert message.endswith("Remove it, then bayestrain train --resume makes it anew.")
+    (run / "checkpoint-last.pt").unlink()
+    assert refused("evaluate", "run").endswith("Train anew with --overwrite.")
+
+
+def test_a_result_that_was_removed_is_made_anew(trained: Path) -> None:
+    run = Path(shutil.copytree(trained, "run"))
+    (run / "result.json").unlink()
+    assert CliRunner().invoke(app, ["train", "--resume", "--quiet", "--out", "run"]).exit_code == 0
+    old, new = (json.loads((folder / "result.json").read_text()) for folder in (trained, run))
+    assert all(new[key] == old[key] for key in ("accuracy", "log_likelihood", "params", "ranks", "command"))
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_run_with_damaged_files_is_not_resumed(trained: Path, text: str) -> None:
+    run = Path(shutil.copytree(trained, "run"))
+    (run / "result.json").unlink()
+    resume = ("train", "--resume", "--quiet", "--out", "run")
+    environment = (run / "environment.json").read_text()
+    (run / "environment.json").write_text(text)
+    message = refused(*resume)
+    assert "run/environment.json is damaged: " in message
+    assert message.endswith("Remove it, then go on with --resume.")
+    (run / "environment.json").write_text(environment)
+    if text:
+        history = (run / "history.jsonl").read_text()
+        (run / "history.jsonl").write_text(f"{text}\n{history}")
+        assert refused(*resume).endswith(
+            "run/history.jsonl, line 1 is no epoch. Remove the line, then go on with --resume."
+        )
+        (run / "history.jsonl").write_text(history)
+    (run / "checkpoint-last.pt").write_text(text)
+    assert refused(*resume).endswith(
+        "run/checkpoint-last.pt is damaged, or is no checkpoint. Start anew with --overwrite."
+    )
+
+
+def test_a_description_without_classes(trained: Path) -> None:
+    run = Path(shutil.copytree(trained, "run"))
+    description = json.loads((run / "model.json").read_text())
+    del description["classes"]
+    (run / "model.json").write_text(json.dumps(description))
+    for command in (["inspect", "run", "--plan"], ["evaluate", "run"]):
+        assert "model.json says nothing of classes" in refused(*command)
 
 
 def test_descriptions_that_lack_something() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from bayestrain.train import toml
 from bayestrain.train.config import RunConfig
 from bayestrain.train.places import has_work
 from bayestrain.train.progress import Progress
+from bayestrain.train.records import read_result
 
 WHAT, WHERE, SHOW = "What to train", "Where", "What to show"
 
@@ -203,7 +203,7 @@ def run(
         if point is not None:
             check_point(config, point, folder)
         progress.message(f"The run in {folder} is finished already.")
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        result = read_result(folder)
     else:
         if not resume:
             rehearse(config, point)  # what cannot be trained does not cost the run that is there

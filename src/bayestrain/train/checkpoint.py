@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever pickle, zip or torch make of a damaged file
-        raise TrainingError(f"{path} is not a checkpoint of this program or is damaged ({error}).") from error
+        raise TrainingError(f"{path} is damaged, or is no checkpoint. Start anew with --overwrite.") from error
     if not isinstance(state, dict) or state.get("format") != 3:
-        raise TrainingError(f"{path} is not a checkpoint of this version. Start anew.")
+        raise TrainingError(f"{path} is not a checkpoint of this version. Start anew with --overwrite.")
     return state
 
 
@@ -47,14 +47,8 @@ class History:
         self.lines: list[dict[str, Any]] = []
         if self.path is None:
             return
-        if self.path.exists():
-            for text in self.path.read_text().splitlines():
-                try:
-                    line = json.loads(text)
-                except json.JSONDecodeError:
-                    break  # killed while writing its last line
-                if line["epoch"] <= until_epoch:
-                    self.lines.append(line)
+        if self.path.exists() and until_epoch >= 0:
+            self.lines = [line for line in _lines(self.path) if line["epoch"] <= until_epoch]
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def append(self, line: dict[str, Any]) -> None:
@@ -63,3 +57,16 @@ class History:
         if self.path is not None:
             with naming(self.path), self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    texts = path.read_bytes().splitlines()
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("epoch"), int):
+            yield line
+        elif text.strip() and number < len(texts):  # else killed while writing its last line
+            raise TrainingError(f"{path}, line {number} is no epoch. Remove the line, then go on with --resume.")

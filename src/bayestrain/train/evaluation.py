@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from bayestrain.predict import Classification, ClassPrediction, auroc, fit_tempe
 from bayestrain.train.config import RunConfig
 from bayestrain.train.material import Material
 from bayestrain.train.metrics import measured, predict
+from bayestrain.train.records import read_result
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def posterior_scores(config: RunConfig, evaluation: Evaluation, map_folder: Path
 def _map_figures(folder: Path) -> dict[str, Any] | None:
     if not (folder / "result.json").exists():
         return None
-    result = json.loads((folder / "result.json").read_text())
+    result = read_result(folder)
     figures = {key: result[key] for key in ("accuracy", "log_likelihood", "ece", "brier", "params", "seconds")}
     ood = (result.get("posterior") or {}).get("ood")
     return {**figures, "ood_auroc": None if ood is None else ood["auroc"], "calibrated": result.get("calibrated")}

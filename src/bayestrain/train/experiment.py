@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from bayestrain.train.outcome import Result, training_facts, write_evaluation, w
 from bayestrain.train.places import LAST, MAP, TAKING, has_work
 from bayestrain.train.point import Point
 from bayestrain.train.progress import Progress, Unfinished
+from bayestrain.train.records import read_record, read_result
 from bayestrain.train.tensorboard import summary_writer
 
 JITTER_RATE = 0.1
@@ -70,6 +70,7 @@ def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, comm
     if (out / "result.json").exists():
         if changed := differences(toml.load(out / "config.toml"), point):
             raise ConfigError(f"The MAP point in {out} has another config ({'; '.join(changed)}). Remove it.")
+        read_result(out)  # what is damaged is found before hours of training
         return
     progress.message("first the MAP point of the same settings, to compare with")
     resume = (out / LAST).exists()
@@ -250,7 +251,7 @@ def _environment(out: Path, place: torch.device, command: str) -> dict[str, Any]
     now = {**describe_environment(place), "command": command}
     file = out / "environment.json"
     if file.exists():
-        before = json.loads(file.read_text())
+        before = read_record(file, ("started", "command"), " Remove it, then go on with --resume.")
         now = {**now, "started": before["started"], "command": before["command"], "resumed": now["started"]}
     write_json(file, now)
     return now

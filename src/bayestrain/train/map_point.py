@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from bayestrain.saved import DESCRIPTION, WEIGHTS, load_model
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig, differences
 from bayestrain.train.places import MAP, TAKING
+from bayestrain.train.records import FIGURES, read_record
 from bayestrain.train.reevaluation import evaluate_run
 
-NEEDED = ("accuracy", "log_likelihood", "ece", "brier", "params", "dense_params", "ranks", "seconds")
 TAKEN = ("environment.json", "result.json", WEIGHTS, DESCRIPTION)
 SHOWN = ("history.jsonl", "spectra.json")
 """Only for the report; what is kept under ``results/`` is without them."""
@@ -41,7 +40,7 @@ def check_point(config: RunConfig, run: Path, out: Path | None = None) -> None:
         raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
     for name in ("environment.json", "spectra.json", "result.json"):  # what is damaged is found before anything is done
         if (run / name).exists():
-            _check_json(run / name)
+            read_record(run / name, FIGURES if name == "result.json" else ())
     load_model(run)
     if out is not None and (out / MAP / "result.json").exists() and not _same_weights(run, out / MAP):
         raise ConfigError(f"{out} has a MAP point already, and it is not that of {run}. Resume without it.")
@@ -59,16 +58,6 @@ def take_over(config: RunConfig, run: Path, out: Path, device: str, command: str
     evaluate_run(scratch, device=device, command=command, with_outside=True)
     shutil.rmtree(place, ignore_errors=True)  # one that was begun
     scratch.rename(place)
-
-
-def _check_json(file: Path) -> None:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged: {error}.") from error
-    needed = NEEDED if file.name == "result.json" else ()
-    if not isinstance(found, dict) or (missing := [key for key in needed if key not in found]):
-        raise ConfigError(f"{file} is damaged: it has no {missing[0] if isinstance(found, dict) else 'entries'}.")
 
 
 def _as_in(had: RunConfig, config: RunConfig) -> RunConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from bayestrain.train.evaluation import evaluate_network, posterior_scores, scor
 from bayestrain.train.material import load_material
 from bayestrain.train.outcome import FACTS, Result, write_evaluation
 from bayestrain.train.places import MAP
+from bayestrain.train.records import read_result
 
 
 def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = False) -> Result:
@@ -28,10 +28,10 @@ def evaluate_run(out: Path, *, device: str, command: str, with_outside: bool = F
         raise TrainingError(
             f"{out} is no finished run: it has no result.json. Finish it with bayestrain train --resume."
         )
+    before = read_result(out)
     if (out / MAP / "result.json").exists():
         evaluate_run(out / MAP, device=device, command=command)
     config, place = toml.load(out / "config.toml"), torch.device(device)
-    before = json.loads((out / "result.json").read_text())
     material = load_material(config, with_outside=with_outside or before.get("posterior") is not None)
     network: Any = load_posterior(out).to(place) if config.posterior.particles else load_model(out).to(place)
     evaluation = evaluate_network(config, material, network, place)
