@@ -49,6 +49,14 @@ def test_a_kind_without_a_search_cuts_nothing_and_trains_as_long(kind: str, tmp_
     assert len(history) == 4  # the start and three epochs
 
 
+def test_a_layer_kept_dense_needs_no_modes(tmp_path: Path) -> None:
+    result = run(tmp_path, 'tensorize.keep_dense=["3"]', "fit.epochs=1", "tensorize.max_rank=3")
+    assert list(result["ranks"]) == ["1"]
+    assert result["layer_params"]["3"]["now"] == 6260
+    with pytest.raises(ConfigError, match=r"not converted: \['7'\]"):
+        run(tmp_path / "wrong", 'tensorize.keep_dense=["3"]', "tensorize.modes.7=[[5],[2]]")
+
+
 @pytest.mark.parametrize("kind", ["dense", "tensorized"])
 def test_a_posterior_of_each_kind(kind: str, tmp_path: Path) -> None:
     result = run(tmp_path, f"experiment.kind={kind}", "posterior.particles=2", "fit.epochs=1", "posterior.outside=none")

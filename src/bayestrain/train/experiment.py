@@ -234,16 +234,14 @@ def _as_kind(model: nn.Module, config: RunConfig) -> None:
 
 
 def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
-    """Convert the layers that the settings do not keep dense."""
+    """Convert the layers that the settings do not keep dense; the modes of those, perhaps of a base, do not matter."""
     names = {name for name, module in model.named_modules() if _is_layer(module)}
     for pattern in settings.keep_dense:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(f"tensorize.keep_dense has {pattern!r}, which matches none of {sorted(names)}.")
-
-    def wanted(_: nn.Module, name: str) -> bool:
-        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.keep_dense)
-
-    tensorize_(model, TensorizeConfig(settings.max_rank, settings.init, modes=settings.modes), wanted)
+    dense = {name for name in names for pattern in settings.keep_dense if fnmatch.fnmatchcase(name, pattern)}
+    modes = {name: chosen for name, chosen in settings.modes.items() if name not in dense}
+    tensorize_(model, TensorizeConfig(settings.max_rank, settings.init, modes=modes), lambda _, name: name not in dense)
 
 
 def _environment(out: Path, place: torch.device, command: str) -> dict[str, Any]:
