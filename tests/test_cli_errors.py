@@ -151,6 +151,18 @@ def test_overwriting_with_what_cannot_be_trained_costs_nothing(setting: str) -> 
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("start", ["independent", "jitter"])
+def test_more_particles_than_the_memory_holds_cost_nothing(start: str) -> None:
+    run = a_run("run", finished=True)
+    before = contents(run)
+    message = refused(
+        "train", "--out", "run", "--overwrite", "--particles", str(10**9), "--set", f"posterior.start={start}"
+    )
+    assert "This cannot fit: 1000000000 particles need about" in message
+    assert "Use at most" in message
+    assert contents(run) == before
+
+
 def test_a_config_of_the_users_own_is_never_written_over() -> None:
     own = Path("mine") / "config.toml"
     own.parent.mkdir()

@@ -206,7 +206,7 @@ def run(
         result = read_result(folder)
     else:
         if not resume:
-            rehearse(config, point)  # what cannot be trained does not cost the run that is there
+            rehearse(config, device, point)  # what cannot be trained does not cost the run that is there
             runs.clear(folder)
         result = run_experiment(
             config, folder, device=device, resume=has_work(folder), progress=progress,

@@ -29,6 +29,7 @@ from bayestrain.train.map_point import check_point, take_over
 from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.outcome import Result, training_facts, write_evaluation, write_result
+from bayestrain.train.particles import check_room
 from bayestrain.train.places import LAST, MAP, TAKING, has_work
 from bayestrain.train.point import Point
 from bayestrain.train.progress import Progress, Unfinished
@@ -158,16 +159,12 @@ def _train(
     if not config.posterior.particles:
         return model, fit(model, material.train, evaluate, settings, **options)
 
-    def build() -> nn.Module:
-        another = models.BUILDERS[config.experiment.model](num_classes=len(splits.classes))
-        _as_kind(another, config)
-        return another
-
-    number = config.posterior.particles
+    number, first = config.posterior.particles, load_model(out / MAP) if jittered else model
+    check_room(first, settings, config.posterior, place)
     starts = (
-        around(load_model(out / MAP), number, config.posterior.jitter, seed)
+        around(first, number, config.posterior.jitter, seed)
         if jittered
-        else independent(build, number, seed)
+        else independent(lambda: _build(config, len(splits.classes)), number, seed)
     )
     return fit_posterior(starts, material.train, evaluate, settings, config.posterior, **options)
 
@@ -189,19 +186,29 @@ def fit_settings(config: RunConfig) -> FitConfig:
     return fit
 
 
-def rehearse(config: RunConfig, point: Path | None = None) -> None:
+def rehearse(config: RunConfig, device: str, point: Path | None = None) -> None:
     """Go through all that can fail before the first step, and leave no trace."""
     if point is not None:
         check_point(config, point)
     material = load_material(config, with_outside=config.posterior.particles > 0)
-    model = models.BUILDERS[config.experiment.model](num_classes=len(material.splits.classes))
-    _as_kind(model, config)
+    classes = len(material.splits.classes)
+    if config.posterior.particles:
+        check_room(_smallest(config, classes, point), fit_settings(config), config.posterior, torch.device(device))
+    model = _build(config, classes)
     settings, search = fit_settings(config.replace("posterior", particles=0)), config.experiment.kind == "low-rank"
     subject = Point(model, settings, config.prior, F.cross_entropy, len(material.train), torch.device("cpu"), search)
     if settings.target_ratio:
         subject.check_target(settings)
     if config.fit.tensorboard:
         summary_writer()
+
+
+def _smallest(config: RunConfig, classes: int, point: Path | None) -> nn.Module:
+    """A network like the particles; around a MAP point that is not there yet, the smallest that it can become."""
+    if _jittered(config) and point is not None:
+        return load_model(point)
+    unknown = _jittered(config) and config.experiment.kind == "low-rank"
+    return _build(config.replace("tensorize", max_rank=1) if unknown else config, classes)
 
 
 def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
@@ -226,6 +233,12 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
         write_atomically(file, toml.dumps(config))
     except OSError as error:
         raise ConfigError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
+
+
+def _build(config: RunConfig, classes: int) -> nn.Module:
+    model = models.BUILDERS[config.experiment.model](num_classes=classes)
+    _as_kind(model, config)
+    return model
 
 
 def _as_kind(model: nn.Module, config: RunConfig) -> None:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayestrain import tt
 from bayestrain.compact import CompactReport
 from bayestrain.errors import TrainingError
 from bayestrain.infer import diagnose
 from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
+from bayestrain.posterior.memory import Activations, held_bytes, optimizer_states, plan
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import tt_layers
 from bayestrain.target import dense_parameters
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
-from bayestrain.train.config import FitConfig, PriorConfig
-from bayestrain.train.subject import Spectra, Subject
+from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.subject import Spectra, Subject, make_optimizer
+
+
+def check_room(model: nn.Module, config: FitConfig, posterior: PosteriorConfig, device: torch.device) -> None:
+    """Refuse more particles like `model` than the memory holds, before the first one is made."""
+
+    def optimizer(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return make_optimizer(config, named, config.lr, model=model, capturable=device.type == "cuda")
+
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    states = 1.0 if posterior.method == "sgld" else optimizer_states(optimizer, device)
+    held = held_bytes(weights, posterior.particles, states)
+    plan(posterior.particles, held, 0, Activations(0, 0), device, posterior.chunk or None)
 
 
 class ParticleSubject(Subject):
