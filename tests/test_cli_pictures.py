@@ -58,6 +58,15 @@ def test_every_mode_gives_the_same_picture(
     assert np.abs(picture.pixels - expected).mean() < (20 if lossy else 1)
 
 
+@pytest.mark.parametrize("level", [np.nan, np.inf])
+def test_pixels_that_are_no_numbers_are_refused(level: float, tmp_path: Path) -> None:
+    levels = np.zeros((28, 28), dtype=np.float32)
+    levels[3, 4] = level
+    Image.fromarray(levels).save(tmp_path / "a.tiff")
+    with pytest.raises(DataError, match=r"a\.tiff has pixels that are no finite numbers"):
+        read_picture(tmp_path / "a.tiff", GRAY, None)
+
+
 def test_a_scan_is_made_small_inverted_and_says_so(digit: Image.Image, tmp_path: Path) -> None:
     ImageOps.invert(digit).resize((280, 280), Image.Resampling.NEAREST).convert("RGB").save(tmp_path / "scan.png")
     picture = read_picture(tmp_path / "scan.png", GRAY, None)

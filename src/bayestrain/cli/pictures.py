@@ -36,6 +36,8 @@ def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None) -
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
     image = _opened(path)
+    if image.mode == "F" and not np.isfinite(np.asarray(image)).all():
+        raise DataError(f"{path} has pixels that are no finite numbers. Give them a value first.")
     changes = []
     if image.mode != mode:
         changes.append(f"{image.mode} to {mode}")
@@ -80,7 +82,7 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
             top = 255.0 if image.mode == "I" else 65535.0
         if image.mode.startswith("I;16"):
             top = 65535.0
-        scaled = np.nan_to_num(levels / (levels.max() if top == float("inf") else top)).clip(0.0, 1.0)
+        scaled = (levels / (levels.max() if top == float("inf") else top)).clip(0.0, 1.0)
         image = Image.fromarray((scaled * 255).round().astype(np.uint8))
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
