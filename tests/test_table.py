@@ -254,7 +254,7 @@ def test_a_place_without_results_or_that_cannot_be_written_is_an_error(tmp_path:
         write_table(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match=r"cannot be written to: .*--out"):
-        write_table(RESULTS, tmp_path / "file")
+        write_table(group(tmp_path / "results", "a", [{}]).parents[1], tmp_path / "file")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
