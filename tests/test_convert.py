@@ -182,6 +182,10 @@ def test_hooks_stay_and_their_handles_still_remove_them() -> None:
     assert model[0](x).any()
     model(x).sum().backward()
     assert not called
+    layer.register_forward_hook(note("of the old layer"))
+    model[0].register_forward_hook(note("of its twin"))
+    model(x)
+    assert called == ["of its twin"]
 
 
 def test_hooks_on_the_state_dict_are_refused() -> None:

@@ -122,6 +122,8 @@ def test_intervals_are_at_the_temperature_as_the_mean_is(temperature: float) -> 
     widest = prediction.interval(1 - 1e-9)
     assert bool(((prediction.mean >= widest[0] - 1e-6) & (prediction.mean <= widest[1] + 1e-6)).all())
     assert torch.equal(prediction.total, ClassPrediction(probs).total)
+    rounded = ClassPrediction(torch.eye(10, dtype=torch.half)[None, :1], temperature)  # not in its own precision
+    assert float(rounded.interval()[0][0, 0]) == pytest.approx(float(rounded.mean[0, 0]))
 
 
 def test_likelihoods_are_plain_sums() -> None:

@@ -33,12 +33,21 @@ LARGEST = 1 << 20
 ANSWERS = "evaluation.safetensors"
 """The answers to every test image and outside image, some 0.7 MB: kept of one seed only."""
 
+NO_MATTER = ("experiment.seed", "data.folder", "fit.checkpoint_every", "fit.tensorboard")
+"""Settings that do not change what is trained."""
+
 SUMMARISED = ("params", "ratio", "accuracy", "log_likelihood", "ece", "seconds")
 
 
 def run_folder(runs: Path, name: str, label: str, seed: int) -> Path:
     """Where a seed is trained."""
     return runs / f"{name}-{label}-seed{seed}"
+
+
+def training(name: str, preset: str, seed: int, out: Path, extra: list[str]) -> list[str]:
+    """The command that trains a seed."""
+    train = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
+    return [*train, "--out", str(out), "--quiet", *(word.replace("{seed}", str(seed)) for word in extra)]
 
 
 def refuse_other_settings(command: list[str], out: Path) -> None:
@@ -52,11 +61,11 @@ def refuse_other_settings(command: list[str], out: Path) -> None:
 
 
 def settings(text: str) -> dict[str, Any]:
-    """Every setting of a config by its name, but for the seed and where a machine has its data."""
+    """Every setting of a config by its name, but for the seed and what does not change a network."""
     found = {
         f"{section}.{key}": value for section, table in tomllib.loads(text).items() for key, value in table.items()
     }
-    return {key: value for key, value in found.items() if key not in ("experiment.seed", "data.folder")}
+    return {key: value for key, value in found.items() if key not in NO_MATTER}
 
 
 def run(
@@ -64,11 +73,8 @@ def run(
 ) -> dict[str, Any] | None:
     """One seed; None if it failed, which is said and counted."""
     out = run_folder(runs, name, label, seed)
-    train = [sys.executable, "-m", "bayestrain", "train", name, "--preset", preset, "--seed", str(seed)]
-    command = [*train, "--out", str(out), "--quiet", *(word.replace("{seed}", str(seed)) for word in extra)]
-    if (out / "result.json").exists():
-        refuse_other_settings(command, out)
-    else:
+    command = training(name, preset, seed, out, extra)
+    if not (out / "result.json").exists():
         resume = ["--resume"] if (out / "config.toml").exists() else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, *resume], env=environment, check=False)
@@ -141,6 +147,10 @@ def main() -> None:
     arguments, extra = parser.parse_known_args()
     label = arguments.label or arguments.preset
     results = arguments.results / arguments.name / label
+    for seed in arguments.seeds:  # before hours of training
+        out = run_folder(arguments.runs, arguments.name, label, seed)
+        if (out / "result.json").exists():
+            refuse_other_settings(training(arguments.name, arguments.preset, seed, out, extra), out)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         found = list(
             pool.map(

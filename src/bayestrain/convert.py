@@ -165,8 +165,10 @@ def tensorize_(
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     """Put each replacement wherever its original is used, with the original's hooks."""
     for original, replacement in replacements.items():
+        bare = nn.Module()
         for kind in HOOKS:  # the very dictionaries, so that the handles of hooks still remove them
             setattr(replacement, kind, getattr(original, kind))
+            setattr(original, kind, getattr(bare, kind))
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in replacements:
             parent, _, attribute = name.rpartition(".")

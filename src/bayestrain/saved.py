@@ -6,6 +6,7 @@ A posterior has the stacked numbers of all its particles in ``posterior.safetens
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Mapping
@@ -105,12 +106,12 @@ def load_posterior(
         raise ConfigError(f"{folder} holds a single model, not a posterior. Use load_model(path).")
     if likelihood is None:
         likelihood = _likelihood(folder, description.get("likelihood"))
-    joint = Joint(_rebuild(folder, description, model), likelihood, None, num_data=1)
+    joint = Joint(_rebuild(folder, description, model), copy.deepcopy(likelihood), None, num_data=1)
     try:
         tensors = load_file(folder / PARTICLES)
-    except (SafetensorError, OSError) as error:
+        _take_types(joint, {name.removeprefix("shared."): tensor for name, tensor in tensors.items()})
+    except (SafetensorError, RuntimeError, OSError) as error:
         raise DataError(f"{folder / PARTICLES} is missing or damaged: {error}") from error
-    _take_types(joint, {name.removeprefix("shared."): tensor for name, tensor in tensors.items()})
     own = {**dict(joint.named_parameters()), **dict(joint.named_buffers())}
     n = int(description["particles"])
     particles: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from bayestrain.train.config import RunConfig, differences
 from bayestrain.train.places import LAST, MAP
 
 ROOT = Path("runs")
-
+BOARD = "tensorboard"
 
 BEFORE = {"config.toml", "environment.json", "history.jsonl", "checkpoint-best.pt"}
 """What a run writes before its first checkpoint: a folder with only these holds no work yet."""
@@ -129,6 +129,8 @@ def clear(folder: Path) -> None:
     """Remove a run's files, those of its MAP point too, and nothing else."""
     for name in BEFORE | AFTER:
         (folder / name).unlink(missing_ok=True)
+    if (board := folder / BOARD).is_dir() and _is_early(board):
+        shutil.rmtree(board)
     if (folder / MAP).is_dir():
         clear(folder / MAP)
         if not any((folder / MAP).iterdir()):
@@ -158,6 +160,8 @@ def _is_written_by_us(config: Path) -> bool:
 
 def _is_early(path: Path) -> bool:
     """Whether a run writes this before its first checkpoint; its MAP point is a run of its own."""
+    if path.name == BOARD:
+        return path.is_dir() and all(file.name.startswith("events.out.tfevents.") for file in path.iterdir())
     if path.name == MAP:
         return (is_run(path) or is_run(path.parent)) and path.is_dir() and not _taken(path)
     return path.name in BEFORE or (path.name.startswith(".") and path.name.endswith(".partial"))

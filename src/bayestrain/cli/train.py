@@ -21,6 +21,7 @@ from bayestrain.train.progress import Progress
 from bayestrain.train.records import read_result
 
 WHAT, WHERE, SHOW = "What to train", "Where", "What to show"
+UNTOUCHED = "Nothing was changed; run the same command again."
 
 
 class TrainCommand(TyperCommand):
@@ -170,17 +171,20 @@ def train(
         runs.check_own_config(folder, config)
         runs.check_elsewhere(folder, point)
     used_device = devices.resolve(device)
-    is_new = runs.make_writable(folder)
+    is_new, cleared = runs.make_writable(folder), resume
     try:
         if is_new:
             toml.save(chosen, folder / "config.toml")  # from here on there is something to resume
         with shown_progress(quiet or as_json, runs.first_record(folder) if resume else None) as progress:
+            if not resume:
+                make_way(chosen, folder, used_device, point)
+                cleared = True
             result, report = run(chosen, folder, used_device, resume, progress, point)
     except (Interrupted, KeyboardInterrupt):
-        print_error(f"stopped by Ctrl-C. {how_to_go_on(folder, device)}")
+        print_error(f"stopped by Ctrl-C. {how_to_go_on(folder, device) if cleared else UNTOUCHED}")
         raise typer.Exit(130) from None
     except OSError as error:
-        error.add_note(how_to_go_on(folder, device))
+        error.add_note(how_to_go_on(folder, device) if cleared else UNTOUCHED)
         raise
     finally:
         if is_new:
@@ -191,12 +195,20 @@ def train(
         print(report if quiet else f"report: {report}")
 
 
+def make_way(config: RunConfig, folder: Path, device: str, point: Path | None) -> None:
+    """Clear the folder for a new run; what cannot be trained does not cost the run that is there."""
+    from bayestrain.train.experiment import rehearse
+
+    rehearse(config, device, point)
+    runs.clear(folder)
+
+
 def run(
     config: RunConfig, folder: Path, device: str, resume: bool, progress: Progress, point: Path | None = None
 ) -> tuple[dict[str, Any], Path]:
     """Train and report; the result and the path of the report."""
     from bayestrain.report import write_report
-    from bayestrain.train.experiment import rehearse, run_experiment
+    from bayestrain.train.experiment import run_experiment
     from bayestrain.train.map_point import check_point
 
     if resume and runs.is_finished(folder):
@@ -205,9 +217,6 @@ def run(
         progress.message(f"The run in {folder} is finished already.")
         result = read_result(folder)
     else:
-        if not resume:
-            rehearse(config, device, point)  # what cannot be trained does not cost the run that is there
-            runs.clear(folder)
         result = run_experiment(
             config, folder, device=device, resume=has_work(folder), progress=progress,
             command=command_line(), point=point,

@@ -118,9 +118,12 @@ class ClassPrediction:
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper end, each ``(N, C)``, of the central `level` of the particles' probabilities per class.
 
-        These are at the `temperature`, as `mean` is.
+        Each particle is brought to the `temperature`, as `mean` is; with more than two classes and few particles the
+        mean may yet lie outside.
         """
-        each = at_temperature(self.particle_probabilities, self.temperature)
+        each = self.particle_probabilities
+        if self.temperature != 1.0:
+            each = torch.stack([at_temperature(probs.double(), self.temperature) for probs in each])
         ordered = each.sort(0).values  # torch.quantile refuses more than 16 million numbers
         low, high = (_quantile(ordered, q) for q in tails(level))
         return low, high

@@ -46,7 +46,7 @@ class Classification(Likelihood):
         super().__init__()
         if not 0 < temperature < math.inf:
             raise ConfigError(f"temperature must be above 0 and finite, got {temperature}.")
-        self.temperature = temperature
+        self.temperature = float(temperature)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs)

@@ -31,10 +31,15 @@ def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:
         raise TrainingError(f"There is nothing to resume in {folder}: it has no {name}. Start without resume.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise  # the file may well be whole
     except Exception as error:  # whatever pickle, zip or torch make of a damaged file
-        raise TrainingError(f"{path} is damaged, or is no checkpoint. Start anew with --overwrite.") from error
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TrainingError(
+            f"{path} is damaged, or is no checkpoint ({cause}). Remove it to begin this part of the run anew."
+        ) from error
     if not isinstance(state, dict) or state.get("format") != 3:
-        raise TrainingError(f"{path} is not a checkpoint of this version. Start anew with --overwrite.")
+        raise TrainingError(f"{path} is not a checkpoint of this version. Remove it to begin anew.")
     return state
 
 

@@ -193,7 +193,8 @@ def rehearse(config: RunConfig, device: str, point: Path | None = None) -> None:
     material = load_material(config, with_outside=config.posterior.particles > 0)
     classes = len(material.splits.classes)
     if config.posterior.particles:
-        check_room(_smallest(config, classes, point), fit_settings(config), config.posterior, torch.device(device))
+        check_room(_smallest(config, classes, point), fit_settings(config), config.posterior, torch.device(device),
+                   least=point is None and _jittered(config))  # fmt: skip
     model = _build(config, classes)
     settings, search = fit_settings(config.replace("posterior", particles=0)), config.experiment.kind == "low-rank"
     subject = Point(model, settings, config.prior, F.cross_entropy, len(material.train), torch.device("cpu"), search)
@@ -229,10 +230,10 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
         raise ConfigError(f"{out} already holds a run. Go on with --resume, or choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "environment.json").unlink(missing_ok=True)
-        write_atomically(file, toml.dumps(config))
     except OSError as error:
         raise ConfigError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
+    (out / "environment.json").unlink(missing_ok=True)
+    write_atomically(file, toml.dumps(config))
 
 
 def _build(config: RunConfig, classes: int) -> nn.Module:

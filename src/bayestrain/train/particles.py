@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bayestrain import tt
 from bayestrain.compact import CompactReport
-from bayestrain.errors import TrainingError
+from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.infer import diagnose
 from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
 from bayestrain.posterior.memory import Activations, held_bytes, optimizer_states, plan
@@ -23,16 +23,29 @@ from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.subject import Spectra, Subject, make_optimizer
 
 
-def check_room(model: nn.Module, config: FitConfig, posterior: PosteriorConfig, device: torch.device) -> None:
-    """Refuse more particles like `model` than the memory holds, before the first one is made."""
+def check_room(
+    model: nn.Module, config: FitConfig, posterior: PosteriorConfig, device: torch.device, *, least: bool = False
+) -> None:
+    """Refuse more particles like `model` than the memory holds, before the first one is made.
+
+    `least`: they may become larger than the model, so how many would fit cannot be said.
+    """
 
     def optimizer(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         return make_optimizer(config, named, config.lr, model=model, capturable=device.type == "cuda")
 
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    states = 1.0 if posterior.method == "sgld" else optimizer_states(optimizer, device)
+    one = posterior.method == "sgld" or config.optimizer == "muon"  # Muon keeps one number per weight of a core
+    states = 1.0 if one else optimizer_states(optimizer, device)
     held = held_bytes(weights, posterior.particles, states)
-    plan(posterior.particles, held, 0, Activations(0, 0), device, posterior.chunk or None)
+    try:
+        plan(posterior.particles, held, 0, Activations(0, 0), device, posterior.chunk or None)
+    except ConfigError:
+        if not least:
+            raise
+        raise ConfigError(
+            f"{posterior.particles} particles cannot fit into memory, whatever their ranks. Use fewer."
+        ) from None
 
 
 class ParticleSubject(Subject):
