@@ -41,6 +41,8 @@ posteriors: $(INSTALLED) ## run again the posteriors under results/: some minute
 	  --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2 --set fit.compact_from=8 --set prior.warmup_epochs=6
 	$(BIN)/python tools/run_seeds.py mnist --label tensorized-svgd-50 --seeds 0 1 2 --kind tensorized --particles 50 \
 	  --set fit.batch_size=1024 --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=2e-2
+	$(BIN)/python tools/run_seeds.py mnist --label dense-svgd-50 --seeds 0 1 2 --kind dense --particles 50 \
+	  --set fit.batch_size=1024 --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=1e-2
 	$(BIN)/python benchmarks/particles.py --device cuda
 
 experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they want a large GPU, for some minutes each

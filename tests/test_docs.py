@@ -208,21 +208,29 @@ def test_the_readmes_speed_is_that_of_the_benchmarks() -> None:
     assert f"SVGD steps of 50 particles {steps[particles]:.1f} s" in words
 
 
+FORMATS = (
+    ("accuracy", 100, ".2f", " %"), ("log_likelihood", 1, ".4f", ""), ("ece", 1, ".4f", ""), ("auroc", 1, ".3f", ""),
+)  # fmt: skip
+
+
+def posterior_cells(summary: dict[str, dict[str, float]], prefix: str) -> list[str]:
+    """Mean and spread of each figure, as the README's table has them."""
+    return [
+        f"{factor * summary[prefix + key]['mean']:{style}} ± {factor * summary[prefix + key]['spread']:{style}}{unit}"
+        for key, factor, style, unit in FORMATS
+    ]
+
+
 @pytest.mark.parametrize("particles", [20, 50])
 def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
     text, folder = " ".join(README.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
     mean = {key: value["mean"] for key, value in summary.items() if isinstance(value, dict)}
-    formats = (("accuracy", 100, ".2f", " %"), ("log_likelihood", 1, ".4f", ""), ("ece", 1, ".4f", ""),
-               ("auroc", 1, ".3f", ""))  # fmt: skip
     for label, prefix in ((f"MAP, settings of the {particles}", "map_"), (f"{particles} particles", "")):
-        cells = [f"{mean[prefix + 'params']:,.0f}"]
-        for key, factor, style, unit in formats:
-            found = summary[prefix + key]
-            cells.append(f"{factor * found['mean']:{style}} ± {factor * found['spread']:{style}}{unit}")
+        cells = [f"{mean[prefix + 'params']:,.0f}", *posterior_cells(summary, prefix)]
         assert f"| {label} | {' | '.join(cells)} |" in text, cells
-    for key, _, _, _ in formats:
+    for key, _, _, _ in FORMATS:
         pairs = zip(summary[key]["each"], summary[f"map_{key}"]["each"], strict=True)
         assert key == "ece" or all(ours > point for ours, point in pairs)  # "for every seed"
     assert abs(mean["ece"] - mean["map_ece"]) < summary["map_ece"]["spread"]  # "within the spread"
@@ -242,6 +250,23 @@ def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: i
         together = 20 * mean["params"]
         assert f"(log likelihood {mean['mean_log_likelihood']:.3f})" in text
         assert f"{together:,.0f} parameters together, {496_885 / together:.1f} times fewer" in text
+        assert f"and {50 * 496_885 / together:.0f} times fewer than the 50 dense ones" in text
+
+
+def test_the_readmes_posteriors_of_larger_networks_are_those_of_the_results() -> None:
+    text, found = " ".join(README.read_text().split()), {}
+    for label, name in (("50 particles of full ranks", "tensorized-svgd-50"), ("50 dense particles", "dense-svgd-50")):
+        summary = json.loads((ROOT / "results" / "mnist" / name / "summary.json").read_text())
+        assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
+        assert f"| {label} | {summary['params']['mean']:,.0f} | {' | '.join(posterior_cells(summary, ''))} |" in text
+        found[label] = summary
+    full, dense = found.values()
+    small = json.loads((ROOT / "results" / "mnist" / "svgd-20" / "summary.json").read_text())
+    for key in ("accuracy", "log_likelihood"):  # "no more accurate and no more likely"
+        assert dense[key]["mean"] - small[key]["mean"] < small[key]["spread"]
+    assert dense["auroc"]["mean"] > small["auroc"]["mean"]
+    for key in ("accuracy", "log_likelihood", "auroc"):  # "the best of all"
+        assert full[key]["mean"] > max(dense[key]["mean"], small[key]["mean"])
 
 
 @pytest.mark.parametrize("particles", [20, 50])
@@ -252,7 +277,7 @@ def test_the_methods_figures_of_posteriors_are_those_of_the_results(particles: i
     mass, push = fmean(d["kernel_mass"] for d in lie), fmean(2 / d["bandwidth"] for d in lie)
     assert f"{mass:.3f} for {particles}" in text
     assert f"{push:.4f} for {particles}" in text
-    assert f"particles together {fmean(run['posterior']['temperature'] for run in runs):.2f};" in text
+    assert f"{fmean(run['posterior']['temperature'] for run in runs):.2f} for {particles}" in text
     assert len({d["ksd"] > 0 for d in lie}) == 2  # "with either sign"
     for run in runs:
         assert run["validation"]["accuracy"] < run["accuracy"]  # "harder than its test images"
@@ -310,13 +335,14 @@ def test_the_figures_of_particles_around_a_network_are_those_of_the_results() ->
         better = [found[key]["mean"] > found[f"map_{key}"]["mean"] for key in ("auroc",)]
         better.append(found["ece"]["mean"] < found["map_calibrated_ece"]["mean"])
         assert better == ["ResNet" not in name, "32" in name]
-    full = json.loads((ROOT / "results" / "mnist" / "tensorized-svgd-50" / "summary.json").read_text())
-    wanted = [
-        json.loads(file.read_text())["posterior"]["map"]["calibrated"]["temperature"]
-        for file in (ROOT / "results" / "mnist" / "tensorized-svgd-50").glob("seed-*/result.json")
-    ]
-    mean = sum(wanted) / len(wanted)
-    assert f"full ranks a MAP point wants {mean:.1f}, and its particles {full['temperature']['mean']:.2f}" in text
+    for name, said in (("tensorized", "full ranks a MAP point wants"), ("dense", "a dense one")):
+        folder = ROOT / "results" / "mnist" / f"{name}-svgd-50"
+        several = [json.loads(file.read_text())["posterior"] for file in folder.glob("seed-*/result.json")]
+        one, all_ = (
+            fmean(p["map"]["calibrated"]["temperature"] for p in several),
+            fmean(p["temperature"] for p in several),
+        )
+        assert f"{said} {one:.1f}, and its particles {all_:.2f}" in text
     deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
     rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
     assert f"{rise} (at 7.4 times smaller, four seeds)" in text
