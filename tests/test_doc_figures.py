@@ -1,0 +1,270 @@
+"""Every figure in the documents is that of a file under `results/`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README, METHOD, POSTERIOR = ROOT / "README.md", ROOT / "docs" / "method.md", ROOT / "docs" / "posterior.md"
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    summary = json.loads((ROOT / "results" / "mnist" / "default" / "summary.json").read_text())
+    columns = ("params", "ratio", "accuracy", "log_likelihood")
+    mean = [summary[key]["mean"] for key in columns]
+    worst = [max(summary["params"]["each"]), *(min(summary[key]["each"]) for key in columns[1:])]
+    for label, row in (("BayesTrain, mean of 5 seeds", mean), ("worst seed of the five", worst)):
+        params, ratio, accuracy, likelihood = row
+        line = f"| {label} | {params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+        assert line in README.read_text(), line
+    for label, name in (("x300", "BayesTrain, `--target-ratio 300`"), ("dense", "dense")):
+        found = json.loads((ROOT / "results" / "mnist" / label / "summary.json").read_text())
+        params, ratio, accuracy, likelihood = (found[key]["mean"] for key in columns)
+        row = f"{params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+        assert f"| {name}, mean of 3 seeds | {row}" in README.read_text()
+    targets = (("cnn", "x16", "15.8"), ("cnn", "x32", "32"), ("resnet110", "x7", "7.4"), ("resnet110", "x11", "11"))
+    for name, label, ratio in targets:
+        found = json.loads((ROOT / "results" / f"cifar10-{name}" / label / "summary.json").read_text())
+        params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
+        assert min(found["ratio"]["each"]) >= float(ratio)
+        row = f"{params:,.0f} | {times:.1f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+        number = len(found["params"]["each"])
+        seeds = "one seed" if number == 1 else f"mean of {number} seeds"
+        assert f"| BayesTrain, `--target-ratio {ratio}`, {seeds} | {row}" in README.read_text()
+        assert found["failed"] == []
+        if "calibrated_log_likelihood" in found:
+            assert f"-{-found['calibrated_log_likelihood']['mean']:.3f}" in README.read_text()
+    bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
+    assert f"{bench['speedup']:.2f} times faster" in README.read_text()
+    assert len(summary["params"]["each"]) == 5
+    assert summary["failed"] == []
+
+
+def test_the_readmes_other_lines_are_those_of_the_results() -> None:
+    columns = ("params", "ratio", "accuracy", "log_likelihood")
+    text = " ".join(README.read_text().split())
+    lines = (
+        ("cnn", "dense", "dense, mean of 3 seeds", ".0f"),
+        ("cnn", "tensorized", "rank 60 throughout, `--kind tensorized`, mean of 3 seeds", ".1f"),
+        ("cnn", "paper", "the paper's settings, `--preset paper`, mean of 3 seeds", ".1f"),
+        ("cnn", "svgd-20", "posteriors of 20 around those, parameters each", ".1f"),
+        ("resnet110", "svgd-20", "posteriors of 20 around two of those, parameters each", ".1f"),
+        ("mnist", "svgd-50", "posteriors of 50, parameters each", ".0f"),
+        ("mnist", "paper", "the paper's settings, `--preset paper`, mean of 3 seeds", ".0f"),
+    )
+    for name, label, said, style in lines:
+        experiment = name if name == "mnist" else f"cifar10-{name}"
+        found = json.loads((ROOT / "results" / experiment / label / "summary.json").read_text())
+        if "mean_log_likelihood" in found:
+            said = f"{said} (particles' mean {found['mean_log_likelihood']['mean']:.3f})"
+        params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
+        row = f"{params:,.0f} | {times:{style}} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
+        assert f"| {said} | {row}" in text, row
+        assert found["failed"] == []
+        if label != "paper" and "calibrated_log_likelihood" in found:
+            assert f"{found['calibrated_log_likelihood']['mean']:.3f} for the" in text
+    gains = []
+    for name in ("cnn", "resnet110"):
+        found = json.loads((ROOT / "results" / f"cifar10-{name}" / "svgd-20" / "summary.json").read_text())
+        gains.append(100 * (found["accuracy"]["mean"] - found["map_accuracy"]["mean"]))
+        gains.append(found["log_likelihood"]["mean"] - found["map_calibrated_log_likelihood"]["mean"])
+    cnn, deep = (
+        f"{points:.1f} points{of} and {nats:.3f}"
+        for points, nats, of in ((*gains[:2], " of accuracy"), (*gains[2:], ""))
+    )
+    assert f"the CNN's gain {cnn} in log likelihood, ResNet-110's {deep};" in text
+
+
+def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
+    cut = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / "summary.json").read_text())
+    learned, left = (f"{100 * cut[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
+    first = json.loads((ROOT / "results" / "mnist" / "paper" / "summary.json").read_text())
+    before, after = (f"{100 * first[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
+    readme = " ".join(README.read_text().split())
+    assert f"take MNIST's network to {before} and the CNN to {learned} on held-out images." in readme
+    assert f"{after} are left of the one, and the other guesses" in readme
+    method = " ".join(METHOD.read_text().split())
+    assert f"right on {learned} of the held-out images" in method
+    assert f"a network that guesses ({left}; means of three seeds)" in method
+    for seed in range(3):
+        kept = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / f"seed-{seed}" / "result.json").read_text())
+        assert all(chain[3] == 1 for name, chain in kept["ranks"].items() if name.startswith("conv"))
+
+
+def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
+    text = " ".join(README.read_text().split())
+    for device, style in (("cuda", ".1f"), ("cpu", ".2f")):
+        bench = json.loads((ROOT / "results" / "benchmarks" / f"particles-{device}.json").read_text())
+        step = bench["steps"][0]
+        assert (step["particles"], step["rank"]) == (50, 20)
+        assert f"{step['times_faster']:{style}} times" in text
+        assert all(row["within_limit_at_50"] and row["correlation_with_line"] > 0.9 for row in bench["memory"])
+
+
+SPEED = {
+    "layers-cpu": {
+        "784x625, ranks 4 2 3, batch 1024, training": "784x625 linear at learned ranks (4, 2, 3), training, batch 1024, 2 CPU cores",  # noqa: E501
+        "784x625, ranks 4 2 3, batch 1, inference": "the same, one image, inference",
+        "784x625, rank 20, batch 128, training": "the same at rank 20, training, batch 128: it forms its weight",
+        "conv 3x3 128->128 on 32x32, middle bond 16, batch 8, training": "3x3 convolution, 128 channels, middle rank 16, training, 2 CPU cores",  # noqa: E501
+    },
+    "layers-cuda": {
+        "4096x4096, rank 4, batch 4096, training, tf32, captured": "4096x4096 at rank 4, batch 4096, training, TF32, in a CUDA graph, H200",  # noqa: E501
+        "8192x8192, rank 8, batch 4096, training, tf32, captured": "8192x8192 at rank 8, the same",
+    },
+    "steps-cuda": {
+        "training step, cifar10-cnn, batch 128, tf32": "CIFAR-10 CNN at rank 30, captured step with prior, TF32, H200",
+        "training step, cifar10-resnet110, batch 128, tf32": "ResNet-110, the same",
+    },
+}
+"""Per file of the benchmarks, what it claims and how the README calls that."""
+
+
+def claims(name: str) -> dict[str, float]:
+    report = json.loads((ROOT / "results" / "benchmarks" / f"{name}.json").read_text())
+    assert not report["quick"]
+    return {claim["what"]: claim["measured"] for claim in report["claims"]}
+
+
+def test_the_readmes_speed_is_that_of_the_benchmarks() -> None:
+    text = README.read_text()
+    for name, rows in SPEED.items():
+        measured = claims(name)
+        for what, label in rows.items():
+            assert f"| {label} | {measured[what]:.2f} |" in text, label
+    steps, words = claims("steps-cuda"), " ".join(text.split())
+    particles = "MNIST, 5,000 SVGD iterations of 50 particles, ranks cut on the way"
+    assert f"epochs of MNIST take {steps['MNIST, 100 epochs of MAP']:.1f} s" in words
+    assert f"SVGD steps of 50 particles {steps[particles]:.1f} s" in words
+
+
+FORMATS = (
+    ("accuracy", 100, ".2f", " %"), ("log_likelihood", 1, ".4f", ""), ("ece", 1, ".4f", ""), ("auroc", 1, ".3f", ""),
+)  # fmt: skip
+
+
+def posterior_cells(summary: dict[str, dict[str, float]], prefix: str) -> list[str]:
+    """Mean and spread of each figure, as the README's table has them."""
+    return [
+        f"{factor * summary[prefix + key]['mean']:{style}} ± {factor * summary[prefix + key]['spread']:{style}}{unit}"
+        for key, factor, style, unit in FORMATS
+    ]
+
+
+@pytest.mark.parametrize("particles", [20, 50])
+def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
+    text, folder = " ".join(README.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
+    mean = {key: value["mean"] for key, value in summary.items() if isinstance(value, dict)}
+    for label, prefix in ((f"MAP, settings of the {particles}", "map_"), (f"{particles} particles", "")):
+        cells = [f"{mean[prefix + 'params']:,.0f}", *posterior_cells(summary, prefix)]
+        assert f"| {label} | {' | '.join(cells)} |" in text, cells
+    for key, _, _, _ in FORMATS:
+        pairs = zip(summary[key]["each"], summary[f"map_{key}"]["each"], strict=True)
+        assert key == "ece" or all(ours > point for ours, point in pairs)  # "for every seed"
+    assert abs(mean["ece"] - mean["map_ece"]) < summary["map_ece"]["spread"]  # "within the spread"
+    assert mean["ece"] > mean["map_ece"]  # "on average a little worse"
+    first = particles == 20
+    for words in (
+        f"AUROC of {mean['auroc_epistemic']:.3f} with 20" if first else f"and {mean['auroc_epistemic']:.3f} with 50",
+        f"(ECE {mean['uncalibrated_ece']:.3f} and" if first else f"and {mean['uncalibrated_ece']:.3f}), so its",
+        f"errors are {mean['map_calibrated_ece']:.4f} and" if first else f" and {mean['map_calibrated_ece']:.4f}.",
+        f"are then {mean['map_calibrated_log_likelihood']:.4f} and"
+        if first
+        else f" and {mean['map_calibrated_log_likelihood']:.4f}:",
+        f"the 20 take {mean['seconds']:.0f} s" if first else f"larger batches, {mean['seconds']:.0f} s",
+    ):
+        assert words in text, words
+    if first:
+        together = 20 * mean["params"]
+        assert f"(log likelihood {mean['mean_log_likelihood']:.3f})" in text
+        assert f"{together:,.0f} parameters together, {496_885 / together:.1f} times fewer" in text
+        assert f"and {50 * 496_885 / together:.0f} times fewer than the 50 dense ones" in text
+
+
+def test_the_readmes_posteriors_of_larger_networks_are_those_of_the_results() -> None:
+    text, found = " ".join(README.read_text().split()), {}
+    for label, name in (("50 particles of full ranks", "tensorized-svgd-50"), ("50 dense particles", "dense-svgd-50")):
+        summary = json.loads((ROOT / "results" / "mnist" / name / "summary.json").read_text())
+        assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
+        assert f"| {label} | {summary['params']['mean']:,.0f} | {' | '.join(posterior_cells(summary, ''))} |" in text
+        found[label] = summary
+    full, dense = found.values()
+    small = json.loads((ROOT / "results" / "mnist" / "svgd-20" / "summary.json").read_text())
+    for key in ("accuracy", "log_likelihood"):  # "no more accurate and no more likely"
+        assert dense[key]["mean"] - small[key]["mean"] < small[key]["spread"]
+    assert dense["auroc"]["mean"] > small["auroc"]["mean"]
+    for key in ("accuracy", "log_likelihood", "auroc"):  # "the best of all"
+        assert full[key]["mean"] > max(dense[key]["mean"], small[key]["mean"])
+
+
+@pytest.mark.parametrize("particles", [20, 50])
+def test_the_methods_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
+    text, folder = " ".join(POSTERIOR.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
+    runs = [json.loads((folder / f"seed-{seed}" / "result.json").read_text()) for seed in range(3)]
+    lie = [run["posterior"]["diagnostics"] for run in runs]
+    mass, push = fmean(d["kernel_mass"] for d in lie), fmean(2 / d["bandwidth"] for d in lie)
+    assert f"{mass:.3f} for {particles}" in text
+    assert f"{push:.4f} for {particles}" in text
+    assert f"{fmean(run['posterior']['temperature'] for run in runs):.2f} for {particles}" in text
+    assert len({d["ksd"] > 0 for d in lie}) == 2  # "with either sign"
+    for run in runs:
+        assert run["validation"]["accuracy"] < run["accuracy"]  # "harder than its test images"
+        assert abs(run["posterior"]["map"]["calibrated"]["temperature"] - 1) < 0.1
+        for name, bonds in run["posterior"]["own_ranks"].items():
+            assert run["ranks"][name][1:-1] == [max(bond) for bond in bonds]  # "always the largest of these"
+            assert all(max(bond) - min(bond) <= 3 for bond in bonds)
+
+
+def test_the_figures_of_particles_around_a_network_are_those_of_the_results() -> None:
+    text = " ".join(POSTERIOR.read_text().split())
+    groups = (
+        ("cifar10-cnn/svgd-20", "CNN, 32 times smaller, 3 seeds", 6),
+        ("cifar10-cnn/dense-svgd-20", "CNN, dense, 3 seeds", 6),
+        ("cifar10-resnet110/svgd-20", "ResNet-110, 7.4 times smaller, 2 seeds", 2),
+    )
+    for folder, name, epochs in groups:
+        found = json.loads((ROOT / "results" / folder / "summary.json").read_text())
+        point = (
+            "map_accuracy",
+            "map_log_likelihood",
+            "map_calibrated_log_likelihood",
+            "map_calibrated_ece",
+            "map_auroc",
+        )
+        posterior = ("accuracy", "uncalibrated_log_likelihood", "log_likelihood", "ece", "auroc")
+        for said, keys in ((name, point), (f"20 particles around it, {epochs} epochs", posterior)):
+            mean = [found[key]["mean"] for key in keys]
+            row = f"{100 * mean[0]:.2f} % | {mean[1]:.3f} | {mean[2]:.3f} | {mean[3]:.4f} | {mean[4]:.3f}"
+            assert f"| {said} | {row} |" in text, row
+        assert f"jitter_epochs={epochs} " in found["command"]
+        assert f"{len(found['accuracy']['each'])} seeds" in name
+        for after, before in list(zip(posterior, point, strict=True))[:3]:
+            each = zip(found[after]["each"], found[before]["each"], strict=True)
+            assert all(several > one for several, one in each)
+        for file in (ROOT / "results" / folder).glob("seed-*/result.json"):
+            details = json.loads(file.read_text())["posterior"]
+            assert max(details["particle_accuracy"]) < details["map"]["accuracy"]
+        assert (
+            f"{found['temperature']['mean']:.2f}" in text.split("the particles above want ")[1].split(" The caveat")[0]
+        )
+        better = [found[key]["mean"] > found[f"map_{key}"]["mean"] for key in ("auroc",)]
+        better.append(found["ece"]["mean"] < found["map_calibrated_ece"]["mean"])
+        assert better == ["ResNet" not in name, "32" in name]
+    for name, said in (("tensorized", "full ranks a MAP point wants"), ("dense", "a dense one")):
+        folder = ROOT / "results" / "mnist" / f"{name}-svgd-50"
+        several = [json.loads(file.read_text())["posterior"] for file in folder.glob("seed-*/result.json")]
+        one, all_ = (
+            fmean(p["map"]["calibrated"]["temperature"] for p in several),
+            fmean(p["temperature"] for p in several),
+        )
+        assert f"{said} {one:.1f}, and its particles {all_:.2f}" in text
+    deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
+    rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
+    assert f"{rise} (at 7.4 times smaller, four seeds)" in text
+    assert len(deep["accuracy"]["each"]) == 4
