@@ -6,6 +6,7 @@ import dataclasses
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from bayestrain.train.config import (
     IMAGES,
     INPUTS,
     SECTIONS,
+    FitConfig,
     PriorConfig,
     RunConfig,
     TensorizeSettings,
@@ -204,6 +206,18 @@ def test_dataclasses_check_themselves_and_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PriorConfig().a = 3.0  # type: ignore[misc]
     assert TensorizeSettings(keep_dense=["a"]).keep_dense == ("a",)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    config = FitConfig(epochs=np.int64(3), batch_size=np.uint8(16), lr=np.float32(0.5), milestones=[np.float64(0.5)])
+    assert config == FitConfig(epochs=3, batch_size=16, lr=0.5, milestones=(0.5,))
+    assert [type(value) for value in (config.epochs, config.lr, config.milestones[0])] == [int, float, float]
+    modes = TensorizeSettings(modes={"1": [np.array([7, 4]).tolist(), tuple(np.array([5, 5]))]}).modes
+    assert modes == {"1": ((7, 4), (5, 5))}
+    assert all(type(mode) is int for pair in modes["1"] for mode in pair)
+    for wrong in (np.float64(1.0), np.bool_(True), np.array(1)):
+        with pytest.raises(ConfigError, match=r"fit\.epochs must be a whole number"):
+            FitConfig(epochs=wrong, batch_size=1, lr=1.0)
 
 
 def test_differences_are_named() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import bayestrain as bt
 from bayestrain import data
-from bayestrain.errors import Interrupted, TrainingError
+from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
 from bayestrain.train.experiment import run_experiment
@@ -240,3 +240,23 @@ def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
     other = config.replace("fit", lr=0.5)
     with pytest.raises(bt.BayesTrainError, match=r"another config \(fit.lr"):
         run_experiment(other, tmp_path / "run", device="cpu", resume=True, progress=Silent(), command="test")
+
+
+def test_labels_that_are_no_class_are_refused_before_a_step_and_left_to_other_losses() -> None:
+    labels = TRAIN.labels.clone()
+    labels[900] = 10
+    images = data.Images(TRAIN.images, labels)
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="between 0 and 9, got 0 to 10"):
+        bt.fit(model, images, None, settings())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def parity(outputs: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, y % 2)
+
+    with pytest.raises(ConfigError, match="no training images"):
+        bt.fit(model, TRAIN.subset([]), None, settings())
+    assert len(bt.fit(model, images, None, settings(epochs=1, finetune_epochs=0), loss=parity).history) == 2
+    with pytest.raises(ConfigError, match="between 0 and 9, got 0 to 10"):
+        bt.fit_posterior([network(), network()], images, None, settings(), bt.PosteriorConfig(particles=2))

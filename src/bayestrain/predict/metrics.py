@@ -44,13 +44,17 @@ def checked_labels(labels: Tensor, probs: Tensor) -> Tensor:
         )
     if labels.is_floating_point():
         raise ConfigError(f"Labels must be whole class numbers, got {labels.dtype}. Type labels.long().")
-    labels = labels.to(probs.device, torch.int64)
+    check_classes(labels, classes)
+    return labels.to(probs.device, torch.int64)
+
+
+def check_classes(labels: Tensor, classes: int) -> None:
+    """Refuse labels that are not among so many classes."""
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ConfigError(
             f"Labels must lie between 0 and {classes - 1}, got {low} to {high}. Number the classes from 0."
         )
-    return labels
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:

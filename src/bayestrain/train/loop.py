@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayestrain.data import Images
-from bayestrain.errors import Interrupted, ParticleWarning, TrainingError
+from bayestrain.errors import ConfigError, Interrupted, ParticleWarning, TrainingError
 from bayestrain.infer import imq, rbf
 from bayestrain.posterior import Posterior
 from bayestrain.prior import Prior
@@ -28,6 +28,7 @@ from bayestrain.speed import plan_report
 from bayestrain.train.arithmetic import lowered, products
 from bayestrain.train.checkpoint import BEST, History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.metrics import check_labels
 from bayestrain.train.particles import ParticleSubject
 from bayestrain.train.places import LAST
 from bayestrain.train.point import Loss, Point
@@ -102,11 +103,12 @@ def fit(
         progress: who watches.
     """
     place = torch.device(device)
+    x, _ = _first_batch(train, config, augment, place, seed)
+    if loss is F.cross_entropy:  # what labels another loss takes, it knows itself
+        check_labels(model.to(place), x, train.labels)
     subject = Point(model, config, prior or PriorConfig(), loss, len(train), place, search)
     watcher = progress or Silent()
     run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
-    x, _ = next(train.batches(min(config.batch_size, len(train)), shuffle=False, device=place))
-    x = x if augment is None else augment(x, torch.Generator(place).manual_seed(seed))
     with products(config.precision, place), lowered(config.precision, place):
         if tt_layers(model):
             watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
@@ -137,6 +139,9 @@ def fit_posterior(
     """
     place, settings = torch.device(device), prior or PriorConfig()
     steps = math.ceil(len(train) / config.batch_size)
+    x, y = _first_batch(train, config, augment, place, seed)
+    for model in models[:1]:
+        check_labels(model.to(place), x, train.labels)
 
     def one_prior(model: nn.Module) -> Prior:
         return make_prior(settings, model, len(train), steps, search=search)
@@ -154,8 +159,6 @@ def fit_posterior(
         chunk=posterior.chunk or None, clip=config.clip_norm or None, **options,
     )  # fmt: skip
     watcher = progress or Silent()
-    x, y = next(train.to(place).batches(config.batch_size, shuffle=False))
-    x = x if augment is None else augment(x, torch.Generator(place).manual_seed(seed))
     watcher.message(f"{particles.estimate_memory(x, y)}")
     subject = ParticleSubject(particles, config, settings, probe=x[:PROBE])
     run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
@@ -164,6 +167,15 @@ def fit_posterior(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ParticleWarning)  # the run tells of broken particles in its own way
         return particles, run.run()
+
+
+def _first_batch(
+    train: Images, config: FitConfig, augment: Augment | None, device: torch.device, seed: int
+) -> tuple[Tensor, Tensor]:
+    if len(train) == 0:
+        raise ConfigError("There are no training images.")
+    x, y = next(train.batches(config.batch_size, shuffle=False, device=device))
+    return x if augment is None else augment(x, torch.Generator(device).manual_seed(seed)), y
 
 
 class _Fit:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bayestrain.data import Images
 from bayestrain.posterior import ParticleModel
-from bayestrain.predict import ClassPrediction
+from bayestrain.predict import ClassPrediction, check_classes
 from bayestrain.train.arithmetic import channels_last, wants_channels_last
 
 Transform = Callable[[Tensor], Tensor]
@@ -34,6 +34,15 @@ def outputs(
     found = [network(x).cpu()[None] for x in batches]
     network.train(was_training)
     return torch.cat(found, dim=1)
+
+
+@torch.no_grad()
+def check_labels(network: nn.Module, x: Tensor, labels: Tensor) -> None:
+    """Refuse labels that the network has no output for; on a GPU they would end in an assertion that names none."""
+    was_training = network.training
+    classes = network.eval()(x[:1]).shape[1]
+    network.train(was_training)
+    check_classes(labels, classes)
 
 
 def predict(

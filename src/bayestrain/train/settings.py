@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from bayestrain.errors import ConfigError
@@ -93,10 +94,10 @@ def checked(name: str, value: object, kind: str, rule: Rule) -> Any:
         entry_kind = kind.removeprefix("tuple[").removesuffix(", ...]")
         if not isinstance(value, list | tuple) or not all(_fits(entry, entry_kind, rule) for entry in value):
             raise wrong()
-        return tuple(float(entry) if entry_kind == "float" else entry for entry in value)
+        return tuple(_plain(entry, entry_kind) for entry in value)
     if not _fits(value, kind, rule):
         raise wrong()
-    return float(value) if kind == "float" else value  # type: ignore[arg-type]
+    return _plain(value, kind)
 
 
 def layer_modes(name: str, value: object) -> LayerModes:
@@ -108,7 +109,8 @@ def layer_modes(name: str, value: object) -> LayerModes:
         raise ConfigError(
             f"{name} must be [[in modes], [out modes]], two lists of whole numbers of at least 1, got {shown(value)}."
         )
-    return pair[0], pair[1]
+    inputs, outputs = (tuple(int(m) for m in modes) for modes in pair)
+    return inputs, outputs
 
 
 def suggestion(wrong: str, right: Iterable[str]) -> str:
@@ -130,9 +132,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def _plain(value: Any, kind: str) -> Any:
+    """A number as Python's own: a whole number may stand for a float, and NumPy's for either."""
+    return {"int": int, "float": float}.get(kind, lambda same: same)(value)
+
+
 def _fits(value: object, kind: str, rule: Rule) -> bool:
     if kind == "str":
         return isinstance(value, str) and (not rule.choices or value in rule.choices)
     if kind == "bool" or isinstance(value, bool):
         return kind == "bool" and isinstance(value, bool)
-    return isinstance(value, int if kind == "int" else int | float) and rule.admits(value)
+    return isinstance(value, Integral if kind == "int" else Real) and rule.admits(float(value))  # NumPy's are both
