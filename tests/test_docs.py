@@ -62,6 +62,11 @@ def test_readme_code_runs_and_makes_a_small_network(
         torch.testing.assert_close(fresh(digits.test.images[:100].float() / 255), answers[:100])
     assert right > 0.8  # three epochs at a constant rate: far from the best, and far from chance
     assert "1 20 20 20 1" in capsys.readouterr().out
+    small = names["small"]
+    assert isinstance(small, torch.nn.Module)
+    assert bt.count_parameters(small) * 50 <= 496_885
+    with torch.no_grad():
+        assert (small.eval()(digits.test.images / 255).argmax(1) == digits.test.labels).float().mean() > 0.8
     assert posterior.parameters_each * 40 < 496_885
     prediction = posterior.predict(digits.test.images / 255)
     assert prediction.metrics(digits.test.labels)["accuracy"] > 0.8

@@ -17,7 +17,7 @@ import bayestrain as bt
 from bayestrain import data
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.train import toml
-from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
+from bayestrain.train.checkpoint import BEST, History, load_checkpoint, save_checkpoint
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.progress import Silent
@@ -260,3 +260,13 @@ def test_labels_that_are_no_class_are_refused_before_a_step_and_left_to_other_lo
     assert len(bt.fit(model, images, None, settings(epochs=1, finetune_epochs=0), loss=parity).history) == 2
     with pytest.raises(ConfigError, match="between 0 and 9, got 0 to 10"):
         bt.fit_posterior([network(), network()], images, None, settings(), bt.PosteriorConfig(particles=2))
+
+
+def test_any_metrics_may_be_measured_and_the_best_checkpoint_is_then_that_of_the_least_loss(tmp_path: Path) -> None:
+    def measured(model: nn.Module) -> dict[str, float]:
+        return {"size": float(bt.count_parameters(model))}
+
+    history = bt.fit(network(), TRAIN, measured, settings(), folder=tmp_path).history
+    assert [line["validation"]["size"] for line in history] == [line["params"] for line in history]
+    best = load_checkpoint(tmp_path, BEST)
+    assert best["best"] == max(-line["train_loss"] for line in history if line["train_loss"] is not None)

@@ -91,7 +91,8 @@ def fit(
     Args:
         model: a model with TT layers; any model without a `search`.
         train: training images; they go through `augment` as floats in [0, 1], on `device`.
-        evaluate: called after each epoch with the model, returns validation metrics; never give it the test set.
+        evaluate: called after each epoch with the model, returns validation metrics; never give it the test set. By its
+            "log_likelihood", else by the training loss, the best checkpoint is chosen.
         config, prior: the settings of the loop and of the prior.
         search: whether ranks are sought. If not, every weight has the prior Normal(0, ``prior.other_variance``) and
             nothing is cut.
@@ -346,7 +347,7 @@ class _Fit:
         log.write(line)
         if self.folder is not None:
             train_loss = math.inf if means["train_loss"] is None else float(means["train_loss"])
-            score = validation["log_likelihood"] if validation else -train_loss
+            score = (validation or {}).get("log_likelihood", -train_loss)
             better = score > self.best
             self.best = max(self.best, score)
             if better:
