@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayestrain as bt
-from bayestrain import capture
+from bayestrain import capture, plans
 from bayestrain.errors import CaptureWarning
 from bayestrain.infer.method import load_optimizer
+from bayestrain.layers.planned import machine
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 
 
@@ -138,6 +139,22 @@ def test_tf32_does_not_outlast_the_step() -> None:
     assert torch.get_float32_matmul_precision() == before == "highest"
     with products("tf32", torch.device("cpu")), products("float32", torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("asked", ["tf32", "ieee"])
+def test_precision_may_be_asked_for_in_pytorchs_newer_way(asked: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = asked
+    try:
+        with products("tf32", torch.device("cuda")):
+            assert matmul.fp32_precision == "tf32"
+            assert machine("cuda", torch.float32) == plans.CUDA
+        assert matmul.fp32_precision == asked
+        assert (machine("cuda", torch.float32) == plans.CUDA) == (asked == "tf32")
+    finally:
+        matmul.fp32_precision = before
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_bf16_is_the_only_autocast() -> None:

@@ -1,7 +1,7 @@
 """`compact_`: cut the ranks that do not matter, a physically smaller model out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
 from bayestrain.sizes import count_parameters, tt_layers
 from bayestrain.tables import text_table
+from bayestrain.target import weight_share
 
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
@@ -84,11 +85,7 @@ def compact_(
             shapes and its next step fails within PyTorch. With "contribution" and "lambda" its state is sliced along,
             with "rounding" the state of the cores that changed starts anew.
     """
-    if rule not in RULES:
-        raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
-    tol = DEFAULT_TOL if tol is None else tol
-    if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
-        raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
+    tol = checked_tol(tol, rule)
     layers = tt_layers(model)
     if not layers:
         raise ConfigError("The model has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
@@ -102,13 +99,24 @@ def compact_(
     for name, layer in layers.items():
         ranks_before, parameters_before = layer.ranks, layer.parameters_left
         plans[name].apply(layer, optimizer)
-        layer.compacted = (rule, tol, _fingerprint(layer, rule))
+        layer.compacted = (rule, tol, _seen(layer, rule))
         rows.append(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
-    cut_before = any(any(layer.rank_state.dropped) for layer in layers.values() if layer.rank_state is not None)
-    notes = _notes(rows, plans, rule, cut_before)
+    collapsed = [collapse(name, bond, tol) for name, plan in plans.items() for bond in plan.collapsed]
+    steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
+    notes = (*collapsed, *advice(rows, rule, cut_before(layers), steps))
     return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
+
+
+def checked_tol(tol: float | None, rule: str) -> float:
+    """The tolerance, or the default one; raises if there is no such rule or it takes no such tolerance."""
+    if rule not in RULES:
+        raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
+    tol = DEFAULT_TOL if tol is None else tol
+    if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
+        raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
+    return tol
 
 
 @dataclass
@@ -118,7 +126,8 @@ class _Plan:
     cores: list[Tensor]
     error: float
     keep: list[Tensor] | None = None
-    notes: list[str] = field(default_factory=list)
+    collapsed: Sequence[int] = ()
+    """Bonds that kept rank 1 though no lambda is above the threshold."""
 
     def apply(self, layer: TTLayer, optimizer: torch.optim.Optimizer | None) -> None:
         parameters = list(layer.cores)
@@ -170,19 +179,18 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
             f"Layer {name!r} has NaN or infinite weights and cannot be compacted. "
             "Go back to a checkpoint from before training diverged."
         )
-    if layer.compacted == (rule, tol, _fingerprint(layer, rule)):
+    if layer.compacted == (rule, tol, _seen(layer, rule)):
         return _Plan(cores, 0.0)
     exact = [core.double() for core in cores]
-    if layer.is_padded and rule != "lambda":  # the tolerance is one of the weight, not of what only exists inside
-        tol *= float(torch.linalg.vector_norm(layer.dense_weight(exact)) / tt.norm(exact).clamp_min(1e-300))
     if rule == "rounding":
-        new = [core.to(old.dtype) for core, old in zip(tt.round_cores(exact, tol), cores, strict=True)]
+        rounded = tt.round_cores(exact, tol * weight_share(layer, exact))
+        new = [core.to(old.dtype) for core, old in zip(rounded, cores, strict=True)]
         if tt.ranks(new) == layer.ranks:
             return _Plan(cores, 0.0)
-        return _Plan(new, _relative_error(layer, exact, new))
-    notes: list[str] = []
+        return _Plan(new, relative_error(layer, exact, new))
+    collapsed: list[int] = []
     if rule == "contribution":
-        keep = _kept_by_contribution(exact, tol)
+        keep = _kept_by_contribution(exact, tol * weight_share(layer, exact))
     else:
         if layer.rank_state is None:
             raise ConfigError(
@@ -194,15 +202,12 @@ def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
             kept = (u.exp() > tol).nonzero().flatten()
             if len(kept) == 0:
                 kept = u.argmax()[None]
-                notes.append(
-                    f"bond {bond} of {name!r} collapsed: no lambda is above {tol}, rank 1 was kept. An absolute "
-                    "threshold depends on the gauge; use rule='rounding'."
-                )
+                collapsed.append(bond)
             keep.append(kept)
     new = cores
     for bond, kept in enumerate(keep, start=1):
         new = tt.slice_bond(new, bond, kept)
-    return _Plan(new, _relative_error(layer, exact, new), keep, notes)
+    return _Plan(new, relative_error(layer, exact, new), keep, collapsed)
 
 
 def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
@@ -221,7 +226,7 @@ def _kept_by_contribution(cores: Sequence[Tensor], tol: float) -> list[Tensor]:
     return keep
 
 
-def _relative_error(layer: TTLayer, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
+def relative_error(layer: TTLayer, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
     """Relative change of the layer's weight, in double precision; without forming it, unless the modes are padded."""
     new = [core.double() for core in new]
     if layer.is_padded:
@@ -232,14 +237,15 @@ def _relative_error(layer: TTLayer, old: Sequence[Tensor], new: Sequence[Tensor]
     return float(change / size) if size > 0 else 0.0
 
 
-def _fingerprint(layer: TTLayer, rule: str) -> tuple[float, ...]:
-    """Numbers that change when anything changes that the rule looks at."""
+def _seen(layer: TTLayer, rule: str) -> tuple[float, ...]:
     lambdas = layer.rank_state.log_lambdas if rule == "lambda" and layer.rank_state is not None else []
-    return tuple(
-        float(value)
-        for tensor in (*layer.cores, *lambdas)
-        for value in (tensor.double().sum(), tensor.double().square().sum())
-    )
+    return fingerprint((*layer.cores, *lambdas))
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Numbers that change when anything changes that a rule looks at."""
+    exact = (tensor.detach().double() for tensor in tensors)
+    return tuple(float(value) for tensor in exact for value in (tensor.sum(), tensor.square().sum()))
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plans: dict[str, _Plan], layers: dict[str, TTLayer]) -> None:
@@ -267,18 +273,29 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plans: dict[str, _Plan], 
                     )
 
 
-def _notes(rows: Sequence[CompactedLayer], plans: dict[str, _Plan], rule: str, cut_before: bool) -> tuple[str, ...]:
-    notes = [note for plan in plans.values() for note in plan.notes]
-    moved = cut_before or any(row.ranks != row.ranks_before for row in rows)
+def cut_before(layers: Mapping[str, TTLayer]) -> bool:
+    """Whether ranks have fallen already."""
+    return any(any(layer.rank_state.dropped) for layer in layers.values() if layer.rank_state is not None)
+
+
+def collapse(name: str, bond: int, threshold: float) -> str:
+    """The note on a bond that a threshold on lambda would have emptied."""
+    return (
+        f"bond {bond} of {name!r} collapsed: no lambda is above {threshold}, rank 1 was kept. An absolute threshold "
+        "depends on the gauge; use rule='rounding'."
+    )
+
+
+def advice(rows: Sequence[CompactedLayer], rule: str, earlier: bool, steps: str = "") -> list[str]:
+    """What to try where ranks did not move, though none fell `earlier`, or fell to 1; `steps` to check come first."""
+    notes = []
+    moved = earlier or any(row.ranks != row.ranks_before for row in rows)
     if not moved and any(max(row.ranks) > 1 for row in rows):
-        notes.append(
-            "no rank moved. Train longer or with a larger prior weight, check that prior.loss() is in the loss and "
-            "prior.step() is called after each optimiser step, or raise tol."
-        )
+        notes.append(f"no rank moved. Train longer or with a larger prior weight, {steps}or raise tol.")
     if rule != "lambda":
         notes += [
             f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, lower the prior weight."
             for row in rows
             if max(row.ranks) == 1 < max(row.ranks_before)
         ]
-    return tuple(notes)
+    return notes

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bayestrain import tt
 from bayestrain.errors import ConfigError
+from bayestrain.layers import TTLayer
 from bayestrain.sizes import count_parameters, tt_layers
 
 LARGEST = 1.0 - 1e-9
@@ -61,12 +62,20 @@ def tolerance_for(model: nn.Module, parameters: int, least: float = 0.0) -> floa
     for layer in tt_layers(model).values():
         exact = [core.detach().cpu().double() for core in layer.cores]
         cores += sum(core.numel() for core in exact)
-        share = 1 / math.sqrt(max(len(exact) - 1, 1))
-        if layer.is_padded:  # as in `compact_`: a tolerance of the weight, not of what only exists inside
-            share *= float(torch.linalg.vector_norm(layer.dense_weight(exact)) / tt.norm(exact).clamp_min(1e-300))
+        share = weight_share(layer, exact) / math.sqrt(max(len(exact) - 1, 1))
         tails = [relative_tails(values[None])[0] for values in tt.bond_spectra(exact)]
         layers.append(Roundable(tails, [math.prod(core.shape[1:-1]) for core in exact], share))
     return smallest_tolerance(layers, count_parameters(model) - cores, parameters, least)
+
+
+def weight_share(layer: TTLayer, cores: Sequence[Tensor]) -> float:
+    """The norm of a layer's weight relative to that of its train: less than 1 where padded modes hold more than it.
+
+    Tolerances are those of weights, so what rounds trains gets so much less.
+    """
+    if not layer.is_padded:
+        return 1.0
+    return float(torch.linalg.vector_norm(layer.dense_weight(cores)) / tt.norm(cores).clamp_min(1e-300))
 
 
 def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int, least: float) -> float:

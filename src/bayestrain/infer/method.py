@@ -83,7 +83,6 @@ class Method(ABC):
         self.scale = scale
         self.chunk = chunk
         self.clip = clip
-        self.make_optimizer = optimizer
         self.optimizer = optimizer(list(self.particles.items()))
         refuse_lbfgs(self.optimizer)
         self.steps = 0
@@ -187,8 +186,8 @@ class Method(ABC):
         set_lr(self.optimizer, lr)
 
     def restart_optimizer(self) -> None:
-        """Forget what the optimiser remembers."""
-        self.optimizer = self.make_optimizer(list(self.particles.items()))
+        """Forget what the optimiser remembers of past gradients; it and its learning rate stay."""
+        self.optimizer.state.clear()
 
     @torch.no_grad()
     def keep_(self, indices: Sequence[int]) -> None:

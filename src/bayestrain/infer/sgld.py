@@ -100,13 +100,6 @@ class SGLD(Method):
         assert isinstance(self.optimizer, Langevin)
         self.optimizer.alive = alive
 
-    def restart_optimizer(self) -> None:
-        """Forget the preconditioner; the noise goes on, since a chain that met it twice would not sample."""
-        assert isinstance(self.optimizer, Langevin)
-        generator = self.optimizer.generator
-        super().restart_optimizer()
-        self.optimizer.generator = generator
-
     def state_dict(self) -> dict[str, Any]:
         assert isinstance(self.optimizer, Langevin)
         return {**super().state_dict(), "noise": self.optimizer.generator.get_state()}

@@ -2,9 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -28,8 +29,28 @@ batch, or every size is compiled anew."""
 
 def machine(device: str, dtype: torch.dtype) -> plans.Machine:
     """What a plan's cost is reckoned with on this kind of device, for products of this type."""
-    tf32 = device == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    tf32 = device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return _machine(device, dtype, tf32, torch.get_num_threads(), MEASURED.get(device))
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Float32 matrix products on a GPU in TF32, only here.
+
+    PyTorch has an older and a newer way to say so, and whoever used the newer one cannot read the older one.
+    """
+    matmul = torch.backends.cuda.matmul
+    set_precision: Callable[[str], None] = torch.set_float32_matmul_precision
+    try:
+        before, tf32 = torch.get_float32_matmul_precision(), "high"
+    except RuntimeError:
+        before, tf32 = matmul.fp32_precision, "tf32"
+        set_precision = partial(setattr, matmul, "fp32_precision")
+    set_precision(tf32)
+    try:
+        yield
+    finally:
+        set_precision(before)
 
 
 @lru_cache(maxsize=64)
@@ -47,18 +68,15 @@ def _machine(kind: str, dtype: torch.dtype, tf32: bool, threads: int, measured: 
 def calibrate(device: torch.device | str = "cpu") -> plans.Machine:
     """Measure a device's rate and bandwidths, which takes about a second, and plan with them in this process.
 
-    What is not measured (how the rate falls for small products, the cost of an operation) stays as it ships.
+    What is not measured (how the rate falls for small products, the cost of an operation) stays as it ships. A layer in
+    evaluation mode goes on with the plans it has made until its next ``eval()``.
     """
     place = torch.device(device)
     known = plans.CUDA if place.type == "cuda" else plans.CPU_THREAD
     size = 4096 if place.type == "cuda" else 1024
     a, b = torch.randn(size, size, device=place), torch.empty(size, size, device=place)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
+    with tf32_products():
         product = _seconds(lambda: torch.mm(a, a, out=b), place)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
     turned = b.view(size // 32, 32, size).transpose(0, 1)
     copying = _seconds(lambda: turned.copy_(a.view(32, size // 32, size)), place)
     reading = _seconds(lambda: torch.mv(a, a[0]), place)

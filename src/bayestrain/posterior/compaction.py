@@ -1,13 +1,24 @@
 """Compact all particles together: the same ranks for each, the optimiser's state along with them."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from bayestrain import shrinkage, tt
-from bayestrain.compact import DEFAULT_TOL, RULES, CompactedLayer, CompactReport
+from bayestrain.compact import (
+    CompactedLayer,
+    CompactReport,
+    advice,
+    checked_tol,
+    collapse,
+    cut_before,
+    fingerprint,
+    relative_error,
+)
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
 from bayestrain.posterior.model import ParticleModel
@@ -19,9 +30,10 @@ from bayestrain.posterior.ranks import (
     own_ranks,
     roundable,
     take,
+    unstack,
 )
 from bayestrain.sizes import tt_layers
-from bayestrain.target import smallest_tolerance
+from bayestrain.target import smallest_tolerance, weight_share
 
 
 @torch.no_grad()
@@ -29,15 +41,12 @@ def compact_particles(
     model: ParticleModel, tol: float | None, rule: str, optimizer: torch.optim.Optimizer | None
 ) -> CompactReport:
     """Cut the ranks that the particles, on the whole, do not need; see `Posterior.compact_`."""
-    if rule not in RULES:
-        raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
-    tol = DEFAULT_TOL if tol is None else tol
-    if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
-        raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
+    tol = checked_tol(tol, rule)
     layers = tt_layers(model.template)
     if not layers:
         raise ConfigError("The network has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
     cuts = {name: _cut(model, name, layer, rule, tol) for name, layer in layers.items()}  # all, before any change
+    errors = {name: _error(model, name, layers[name], cut) for name, cut in cuts.items() if cut is not None}
     before = model.parameters_each
     rows = []
     for name, layer in layers.items():
@@ -45,10 +54,12 @@ def compact_particles(
         cut = cuts[name]
         if cut is not None:
             _apply(model, name, layer, cut, optimizer)
-        layer.compacted = (rule, tol, _fingerprint(model, name, layer, rule))
-        error = 0.0 if cut is None else cut.error
+        layer.compacted = (rule, tol, _seen(model, name, layer, rule))
+        error = 0.0 if cut is None else errors[name]
         rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
-    return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, ())
+    collapsed = [collapse(name, bond, tol) for name, cut in cuts.items() if cut is not None for bond in cut.collapsed]
+    notes = (*collapsed, *advice(rows, rule, cut_before(layers)))
+    return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, notes)
 
 
 def rank_spread(model: ParticleModel, tol: float) -> dict[str, list[list[int]]]:
@@ -73,12 +84,13 @@ def particles_tolerance(model: ParticleModel, parameters: int, least: float) -> 
 def stacked_cores(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
     """The cores of one layer, with the particles in front; frozen ones are the same for all."""
     return [
-        model.particles.get(_key(name, f"cores.{k}"), core.expand(len(model), *core.shape))
+        model.particles.get(tensor_name(name, f"cores.{k}"), core.expand(len(model), *core.shape))
         for k, core in enumerate(layer.cores)
     ]
 
 
-def _key(name: str, rest: str) -> str:
+def tensor_name(name: str, rest: str) -> str:
+    """What particles call a tensor of the layer `name`, which may be the whole network."""
     return ".".join(part for part in ("model", name, rest) if part)
 
 
@@ -86,7 +98,7 @@ def stacked_log_lambdas(model: ParticleModel, name: str, layer: TTLayer) -> list
     """``log lambda`` of one layer's bonds, with the particles in front; none if it has no lambda."""
     if layer.rank_state is None:
         return []
-    return [model.carried[_key(name, f"rank_state.log_lambda_{bond}")] for bond in range(1, len(layer.cores))]
+    return [model.carried[tensor_name(name, f"rank_state.log_lambda_{bond}")] for bond in range(1, len(layer.cores))]
 
 
 def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float) -> SharedCut | None:
@@ -98,13 +110,13 @@ def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float)
                 f"Particle {i} has NaN or infinite weights in layer {name!r}: particles cannot be compacted together "
                 "with it. Drop it with posterior.drop_([..]), or go back to an earlier state."
             )
-    trained = [_key(name, f"cores.{k}") in model.particles for k in range(len(layer.cores))]
+    trained = [tensor_name(name, f"cores.{k}") in model.particles for k in range(len(layer.cores))]
     if any(trained) and not all(trained):
         raise ConfigError(
             f"Layer {name!r} has cores that train and cores that are frozen, hence common to all particles: no cut of "
             "it can suit each of them. Freeze all of its cores, or none."
         )
-    if layer.compacted == (rule, tol, _fingerprint(model, name, layer, rule)):
+    if layer.compacted == (rule, tol, _seen(model, name, layer, rule)):
         return None
     if rule == "lambda":
         log_lambdas = stacked_log_lambdas(model, name, layer)
@@ -120,22 +132,20 @@ def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float)
 
 
 def _inner_tol(model: ParticleModel, name: str, layer: TTLayer, tol: float) -> float:
-    """The tolerance is one of the weight; with padded modes the train holds more than that."""
-    if not layer.is_padded:
-        return tol
-    cores = stacked_cores(model, name, layer)
-    shares = []
-    for i in range(len(model)):
-        exact = [core[i].detach().double() for core in cores]
-        weight = torch.linalg.vector_norm(layer.dense_weight(exact))
-        shares.append(float(weight / tt.norm(exact).clamp_min(1e-300)))
-    return tol * min(shares)
+    """The tolerance is one of the weight; with padded modes the trains hold more than that."""
+    return tol * min(weight_share(layer, cores) for cores in unstack(stacked_cores(model, name, layer)))
+
+
+def _error(model: ParticleModel, name: str, layer: TTLayer, cut: SharedCut) -> float:
+    """Root mean square, over particles, of the relative change of the weight."""
+    pairs = zip(unstack(stacked_cores(model, name, layer)), unstack(cut.cores), strict=True)
+    return math.sqrt(fmean(relative_error(layer, old, new) ** 2 for old, new in pairs))
 
 
 def _apply(
     model: ParticleModel, name: str, layer: TTLayer, cut: SharedCut, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    tensors = [model.particles.get(_key(name, f"cores.{k}")) for k in range(len(layer.cores))]
+    tensors = [model.particles.get(tensor_name(name, f"cores.{k}")) for k in range(len(layer.cores))]
     layer.set_cores([core[0] for core in cut.cores])
     for k, (tensor, new) in enumerate(zip(tensors, cut.cores, strict=True)):
         if tensor is None:
@@ -178,14 +188,9 @@ def _apply_to_lambda(model: ParticleModel, name: str, layer: TTLayer, cut: Share
 
         moved = vmap(mode)(cut.cores, starts)
     for bond, u in enumerate(moved, start=1):
-        model.carried[_key(name, f"rank_state.log_lambda_{bond}")] = u.contiguous()
+        model.carried[tensor_name(name, f"rank_state.log_lambda_{bond}")] = u.contiguous()
 
 
-def _fingerprint(model: ParticleModel, name: str, layer: TTLayer, rule: str) -> tuple[float, ...]:
-    """Numbers that change when anything changes that the rule looks at."""
-    tensors = [
-        *stacked_cores(model, name, layer),
-        *(stacked_log_lambdas(model, name, layer) if rule == "lambda" else []),
-    ]
-    exact = [tensor.detach().cpu().double() for tensor in tensors]
-    return tuple(float(v) for t in exact for v in (t.sum(), t.square().sum()))
+def _seen(model: ParticleModel, name: str, layer: TTLayer, rule: str) -> tuple[float, ...]:
+    lambdas = stacked_log_lambdas(model, name, layer) if rule == "lambda" else []
+    return fingerprint(tensor.cpu() for tensor in (*stacked_cores(model, name, layer), *lambdas))

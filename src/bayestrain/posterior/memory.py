@@ -70,17 +70,26 @@ def held_bytes(shapes: Sequence[Tensor], n: int, states: float) -> int:
     return int(n * sum(tensor.numel() * tensor.element_size() for tensor in shapes) * (2 + states))
 
 
-def optimizer_states(make: MakeOptimizer, device: torch.device) -> float:
-    """How many numbers an optimiser keeps per weight, found by letting it take one step with a small tensor."""
-    probe = torch.zeros(64, device=device, requires_grad=True)
-    probe.grad = torch.ones_like(probe)
-    optimizer = make([("probe", probe)])
+def optimizer_states(make: MakeOptimizer, named: Sequence[tuple[str, Tensor]], device: torch.device) -> float:
+    """How many numbers an optimiser keeps per weight of a network, which is given with the names of particles.
+
+    Found by letting it take one step with small tensors of these names, for it may treat some in its own way.
+    """
+    if not named:
+        return 0.0
+    probes = [
+        (name, torch.zeros(1, *(2 for _ in tensor.shape), device=device, requires_grad=True)) for name, tensor in named
+    ]
+    for _, probe in probes:
+        probe.grad = torch.ones_like(probe)
+    optimizer = make(probes)
     refuse_lbfgs(optimizer)
     optimizer.step()
-    kept = sum(
-        value.numel() for value in optimizer.state[probe].values() if isinstance(value, Tensor) and value.ndim > 0
-    )
-    return kept / probe.numel()
+    kept = 0.0
+    for (_, tensor), (_, probe) in zip(named, probes, strict=True):
+        states = [s for s in optimizer.state[probe].values() if isinstance(s, Tensor) and s.ndim > 0]
+        kept += tensor.numel() * sum(state.numel() for state in states) / probe.numel()
+    return kept / sum(tensor.numel() for _, tensor in named)
 
 
 class _Largest(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from bayestrain.batchnorm import IdleBiases
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport
-from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
+from bayestrain.errors import ConfigError, ParticleWarning
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
 from bayestrain.layers import TTConv2d
@@ -24,6 +24,7 @@ from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stac
 from bayestrain.posterior.memory import Activations, MemoryEstimate, activations, held_bytes, optimizer_states, plan
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.posterior.recompute import refuse_recomputing
+from bayestrain.posterior.state import load_state, state_of
 from bayestrain.predict import Classification, Likelihood
 from bayestrain.prior import NormalPrior, Prior, RankPrior
 from bayestrain.sizes import tt_layers
@@ -107,9 +108,11 @@ class Posterior(ParticleModel):
         if not isinstance(likelihood, Likelihood):
             likelihood = CallableLikelihood(likelihood)
         make = optimizer or _adam
-        trainable = [p for p in (*models[0].parameters(), *likelihood.parameters()) if p.requires_grad]
+        parts = {"model": models[0], "likelihood": likelihood}
+        named = [(f"{part}.{n}", p) for part in parts for n, p in parts[part].named_parameters() if p.requires_grad]
+        trainable = [parameter for _, parameter in named]
         device = trainable[0].device if trainable else torch.device("cpu")
-        states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make, device)
+        states = (1.0 if options.get("memory") else 0.0) if method == "sgld" else optimizer_states(make, named, device)
         held = held_bytes(trainable, len(models), states)
         plan(len(models), held, 0, Activations(0, 0), device, chunk)  # refuses before anything is allocated
 
@@ -172,8 +175,12 @@ class Posterior(ParticleModel):
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         self.template.train()
         self._seen = []
-        statistics = {name: self.carried[name].clone() for name in self._statistics}
-        info = self.method.advance((x, y))
+        statistics = self._statistics()
+        try:
+            info = self.method.advance((x, y))
+        except BaseException:  # a batch that was refused shall not count
+            self._forget(statistics)
+            raise
         with torch.no_grad():
             if idle := self._idle_biases():
                 torch._foreach_zero_(idle)  # noise, a prior around another value: running means know of no bias
@@ -186,10 +193,17 @@ class Posterior(ParticleModel):
         data, outputs = (torch.cat([part[key] for part in parts]) for key in ("data", "outputs"))
         return data, prior["prior"], outputs, info.alive
 
-    @property
-    def _statistics(self) -> list[str]:
-        """Carried tensors that a forward pass changes: batch norm's."""
-        return [name for name, t in self.carried.items() if ".rank_state." not in name and t.is_floating_point()]
+    def _statistics(self) -> dict[str, Tensor]:
+        """Copies of the carried tensors that a forward pass changes: batch norm's."""
+        return {name: tensor.clone() for name, tensor in self.carried.items() if ".rank_state." not in name}
+
+    def _forget(self, statistics: dict[str, Tensor]) -> None:
+        """Of batches that went through the network, and keep the statistics from before them."""
+        self._seen = []
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # recorded only: nothing has gone through
+        for name, before in statistics.items():
+            self.carried[name].copy_(before)
 
     def _log_likelihood(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         needed = {name: tensor for name, tensor in tensors.items() if ".rank_state." not in name}  # no lambda
@@ -274,10 +288,21 @@ class Posterior(ParticleModel):
         """``{layer: [[rank of every particle] for each bond]}``: what each alone would be rounded to."""
         return rank_spread(self, tol)
 
-    def fix_ranks_(self, variance: float = 100.0, weight: float = 1.0) -> None:
-        """From here on the ranks are given: lambda goes, every weight has the prior Normal(0, variance)."""
-        if isinstance(self.prior, RankPrior):
-            self.prior.remove_()
+    def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
+        """From here on the ranks are given: lambda goes, every weight has the prior Normal(0, variance).
+
+        The optimiser forgets what it remembers, but for its learning rate.
+
+        Args:
+            variance: if None, that which weights outside of tensor trains have.
+            weight: of the prior; if None, as it was.
+        """
+        prior = self.prior
+        weight = prior.weight if weight is None else weight
+        if variance is None:
+            variance = prior.other_variance if isinstance(prior, RankPrior) else prior.variance
+        if isinstance(prior, RankPrior):
+            prior.remove_()
             for name in [name for name in self.carried if ".rank_state." in name]:
                 del self.carried[name]
         self.joint.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
@@ -309,14 +334,14 @@ class Posterior(ParticleModel):
         self.template.train()
         total: dict[str, Tensor] = {}
         number = 0
-        kept = {name: tensor.clone() for name, tensor in self.carried.items()}  # batch norm would note these batches
-        for batch in batches:
-            number += 1
-            for name, gradient in self.method.gradients(batch)[1].items():
-                total[name] = total[name] + gradient if name in total else gradient
-        self._seen = []
-        for name, tensor in kept.items():
-            self.carried[name].copy_(tensor)
+        statistics = self._statistics()
+        try:
+            for batch in batches:
+                number += 1
+                for name, gradient in self.method.gradients(batch)[1].items():
+                    total[name] = total[name] + gradient if name in total else gradient
+        finally:
+            self._forget(statistics)
         if not number:
             raise ConfigError("There is no batch to take gradients over.")
         dimensions = sum(tensor[0].numel() for tensor in self.particles.values())
@@ -324,54 +349,11 @@ class Posterior(ParticleModel):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step and the predictions depend on."""
-        likelihood = self.joint.likelihood
-        return {
-            "method": self.method.state_dict(),
-            "prior": self.prior.state_dict(),
-            "ranks_fixed": not isinstance(self.prior, RankPrior),
-            "variance": self.prior.variance if isinstance(self.prior, NormalPrior) else None,
-            "shared": self._shared(),
-            "temperature": likelihood.temperature if isinstance(likelihood, Classification) else None,
-        }
+        return state_of(self)
 
-    def _shared(self) -> dict[str, Tensor]:
-        """Frozen parameters, common to all particles; compaction may have cut them."""
-        return {n: p.detach() for n, p in self.joint.named_parameters() if n not in self.particles}
-
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a saved state, perhaps one with other ranks."""
-        saved, carried, shared = state["method"]["particles"], state["method"]["carried"], state["shared"]
-        left = {name for name in self.carried if not (state["ranks_fixed"] and ".rank_state." in name)}
-        if (saved.keys(), carried.keys(), shared.keys()) != (self.particles.keys(), left, self._shared().keys()):
-            raise ShapeError("The saved posterior is one of another network or prior: its tensors have other names.")
-        if (number := len(next(iter(saved.values())))) != len(self):
-            raise ShapeError(f"The saved posterior has {number} particles, this one {len(self)}.")
-        if state["method"]["method"] != self.method.name:
-            raise ConfigError(f"This is a state of {state['method']['method']!r}, not of {self.method.name!r}.")
-        if state["ranks_fixed"]:
-            self.fix_ranks_(state["variance"], state["prior"]["weight"])
-        for name, layer in tt_layers(self.template).items():
-            prefix = f"model.{name}." if name else "model."
-            keys = [f"{prefix}cores.{k}" for k in range(len(layer.cores))]
-            cores = [shared[key] if key in shared else saved[key][0] for key in keys]
-            layer.set_cores(cores)
-            for bond in range(1, len(cores)):
-                if (u := carried.get(f"{prefix}rank_state.log_lambda_{bond}")) is not None:
-                    assert layer.rank_state is not None
-                    layer.rank_state.set_log_lambda(bond, u[0].to(self.device).clone())
-        for name, tensor in self.particles.items():
-            if saved[name].shape != tensor.shape:
-                tensor.data = tensor.new_empty(saved[name].shape)
-        for name, tensor in carried.items():
-            self.carried[name] = tensor.to(self.device).clone()
-        for name, tensor in shared.items():
-            self.joint.get_parameter(name).copy_(tensor)
-        self.method.load_state_dict(state["method"])
-        self.prior.load_state_dict(state["prior"])
-        temperature = state.get("temperature")  # checkpoints of format 3 may be older than it
-        if isinstance(self.joint.likelihood, Classification) and temperature is not None:
-            self.joint.likelihood.temperature = temperature
+        load_state(self, state)
         self._estimate = None
 
     def __repr__(self) -> str:

@@ -20,23 +20,23 @@ class SharedCut:
     """New stacked cores of one layer; `keep` has the surviving indices ``(n, rank)`` of every bond, if sliced."""
 
     cores: list[Tensor]
-    keep: list[Tensor] | None
-    error: float
-    """Root mean square, over particles, of the relative change of the weight."""
+    keep: list[Tensor] | None = None
+    collapsed: Sequence[int] = ()
+    """Bonds that kept rank 1 though no mean of lambda is above the threshold."""
 
 
 def by_rounding(cores: Sequence[Tensor], tol: float) -> SharedCut:
     """The smallest ranks for which the particles' errors, relative to each one's norm, have a mean square of tol^2."""
-    particles = _unstack(cores)
+    particles = unstack(cores)
     share = tol / max(len(cores) - 1, 1) ** 0.5
     shared = [_smallest(tail, share) for tail in _mean_tails(particles)]
     rounded = [_pad(tt.round_cores(particle, 0.0, shared), shared) for particle in particles]
-    return SharedCut(_stack(rounded, cores), None, _error(particles, rounded))
+    return SharedCut(_stack(rounded, cores))
 
 
 def by_contribution(cores: Sequence[Tensor], tol: float) -> SharedCut:
     """Drop, in every particle, equally many of the indices that contribute least to its weight; the rest stays put."""
-    particles = before = _unstack(cores)
+    particles = unstack(cores)
     norms = torch.stack([tt.norm(particle) for particle in particles]).clamp_min(1e-300)
     budget = tol / max(len(cores) - 1, 1)
     keep: list[Tensor] = []
@@ -47,7 +47,7 @@ def by_contribution(cores: Sequence[Tensor], tol: float) -> SharedCut:
         kept = torch.stack([order[count:].sort().values for order in orders])
         keep.append(kept)
         particles = [tt.slice_bond(p, bond, indices) for p, indices in zip(particles, kept, strict=True)]
-    return SharedCut(_stack(particles, cores), keep, _error(before, particles))
+    return SharedCut(_stack(particles, cores), keep)
 
 
 def by_lambda(cores: Sequence[Tensor], log_lambdas: Sequence[Tensor], threshold: float) -> SharedCut:
@@ -55,21 +55,25 @@ def by_lambda(cores: Sequence[Tensor], log_lambdas: Sequence[Tensor], threshold:
 
     Sorting is ours: particles that did not start at one point have no indices in common to average over.
     """
-    particles = before = _unstack(cores)
+    particles = unstack(cores)
     keep: list[Tensor] = []
+    collapsed = []
     for bond, u in enumerate(log_lambdas, start=1):
         values, order = u.cpu().exp().sort(dim=1, descending=True)  # (n, R)
-        rank = max(int((values.mean(0) > threshold).sum()), 1)
+        rank = int((values.mean(0) > threshold).sum())
+        if rank == 0:
+            rank = 1
+            collapsed.append(bond)
         kept = order[:, :rank].sort(dim=1).values
         keep.append(kept)
         particles = [tt.slice_bond(p, bond, indices) for p, indices in zip(particles, kept, strict=True)]
-    return SharedCut(_stack(particles, cores), keep, _error(before, particles))
+    return SharedCut(_stack(particles, cores), keep, collapsed)
 
 
 def own_ranks(cores: Sequence[Tensor], tol: float) -> list[list[int]]:
     """Per bond, the rank that each particle alone would be rounded to."""
     share = tol / max(len(cores) - 1, 1) ** 0.5
-    return [[_smallest(row, share) for row in tail] for tail in _tails(_unstack(cores))]
+    return [[_smallest(row, share) for row in tail] for tail in _tails(unstack(cores))]
 
 
 def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
@@ -85,7 +89,7 @@ def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
 def roundable(cores: Sequence[Tensor], share: float) -> Roundable:
     """The layer as a tolerance sees it that `by_rounding` gets `share` of."""
     sizes = [math.prod(core.shape[2:-1]) for core in cores]
-    return Roundable(_mean_tails(_unstack(cores)), sizes, share / max(len(cores) - 1, 1) ** 0.5)
+    return Roundable(_mean_tails(unstack(cores)), sizes, share / max(len(cores) - 1, 1) ** 0.5)
 
 
 def _mean_tails(particles: list[list[Tensor]]) -> list[Tensor]:
@@ -103,7 +107,8 @@ def _smallest(tail: Tensor, share: float) -> int:
     return max(int((tail > share).sum()), 1)
 
 
-def _unstack(cores: Sequence[Tensor]) -> list[list[Tensor]]:
+def unstack(cores: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The cores of every particle, in double precision."""
     exact = [core.detach().cpu().double() for core in cores]  # many small decompositions: no work for a GPU
     return [[core[i] for core in exact] for i in range(len(exact[0]))]
 
@@ -121,11 +126,3 @@ def _pad(cores: list[Tensor], shared: Sequence[int]) -> list[Tensor]:
         new[: core.shape[0], ..., : core.shape[-1]] = core
         padded.append(new)
     return padded
-
-
-def _error(before: list[list[Tensor]], after: list[list[Tensor]]) -> float:
-    squares = [
-        float((tt.norm(tt.subtract(old, new)) / tt.norm(old).clamp_min(1e-300)).square())
-        for old, new in zip(before, after, strict=True)
-    ]
-    return math.sqrt(sum(squares) / len(squares))

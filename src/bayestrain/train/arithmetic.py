@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from bayestrain.layers import TTConv2d
+from bayestrain.layers.planned import tf32_products
 
 
 def lowered(precision: str, device: torch.device) -> torch.autocast:
@@ -16,18 +16,9 @@ def lowered(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=device.type != "cuda")
 
 
-@contextmanager
-def products(precision: str, device: torch.device) -> Iterator[None]:
+def products(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """For "tf32" on a GPU: float32 matrix products in TF32, forward and backward, and only here."""
-    if precision != "tf32" or device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return tf32_products() if precision == "tf32" and device.type == "cuda" else nullcontext()
 
 
 def wants_channels_last(model: nn.Module, device: torch.device | str) -> bool:

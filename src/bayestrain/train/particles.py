@@ -34,10 +34,9 @@ def check_room(
     def optimizer(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         return make_optimizer(config, named, config.lr, model=model, capturable=device.type == "cuda")
 
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    one = posterior.method == "sgld" or config.optimizer == "muon"  # Muon keeps one number per weight of a core
-    states = 1.0 if one else optimizer_states(optimizer, device)
-    held = held_bytes(weights, posterior.particles, states)
+    named = [(f"model.{name}", p) for name, p in model.named_parameters() if p.requires_grad]
+    states = 1.0 if posterior.method == "sgld" else optimizer_states(optimizer, named, device)
+    held = held_bytes([parameter for _, parameter in named], posterior.particles, states)
     try:
         plan(posterior.particles, held, 0, Activations(0, 0), device, posterior.chunk or None)
     except ConfigError:
