@@ -175,7 +175,7 @@ def test_a_config_of_the_users_own_is_never_written_over() -> None:
 
 @pytest.mark.parametrize(
     ("size", "file", "words"),
-    [(2048, "config.toml", []), (20480, "checkpoint-best.pt", ["--set", "fit.tensorboard=true"])],
+    [(2048, "config.toml", []), (20480, "checkpoint-last.pt", ["--set", "fit.tensorboard=true"])],
 )
 def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(
     size: int, file: str, words: list[str]
@@ -190,7 +190,7 @@ def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(
 def test_a_full_disk_in_a_map_point_leaves_nothing_to_resume() -> None:
     with no_file_above(20480):
         message = refused(*TRAIN_TINY, "--out", "run", "--particles", "2")
-    assert "run/map/checkpoint-best.pt cannot be read or written" in message
+    assert "run/map/checkpoint-last.pt cannot be read or written" in message
     assert message.endswith("run the same command again.")
     assert not Path("run").exists()
 

@@ -28,7 +28,7 @@ from bayestrain.train import toml
 TINY = ["fit.epochs=1", "fit.finetune_epochs=1", "fit.batch_size=2500", "tensorize.max_rank=3"]
 SET_TINY = [word for setting in TINY for word in ("--set", setting)]
 FILES = {
-    "config.toml", "environment.json", "history.jsonl", "checkpoint-last.pt", "checkpoint-best.pt", "model.safetensors",
+    "config.toml", "environment.json", "history.jsonl", "checkpoint-last.pt", "model.safetensors",
     "model.json", "evaluation.safetensors", "spectra.json", "result.json", "report.html",
 }  # fmt: skip
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(bayestrain.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,6 @@ from torch import nn
 
 import bayestrain as bt
 from bayestrain import data
-from bayestrain.train.config import PosteriorConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -71,8 +70,6 @@ def test_a_posterior_of_the_papers_convolutional_network_trains(precision: str, 
 
     images = data.Images(torch.randint(256, (256, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (256,)))
     config = settings(epochs=2, batch_size=128, finetune_epochs=1, precision=precision, lr=1e-3)
-    posterior, result = bt.fit_posterior(
-        bt.independent(build, 3), images, None, config, PosteriorConfig(particles=3), device="cuda", folder=tmp_path
-    )
+    posterior, result = bt.fit_posterior(bt.independent(build, 3), images, None, config, device="cuda", folder=tmp_path)
     assert all(math.isfinite(line["train_loss"]) for line in result.history[1:])
     assert posterior.outputs(images.images.float() / 255).isfinite().all()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import bayestrain as bt
-from bayestrain import data
+from bayestrain import data, infer
 from bayestrain.cli.app import app
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.report.figures.certainty import (
@@ -28,7 +28,7 @@ from bayestrain.report.figures.particles import score_plot
 from bayestrain.report.load import load_run
 from bayestrain.report.words import percent, signed
 from bayestrain.train import loop, toml
-from bayestrain.train.config import PosteriorConfig, RunConfig
+from bayestrain.train.config import RunConfig
 from bayestrain.train.evaluation import evaluate_network
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.material import load_material, outside_images
@@ -50,13 +50,12 @@ def network() -> nn.Module:
 
 
 def trained(folder: Path | None = None, config: bt.FitConfig | None = None, **options: Any) -> Any:
-    posterior = options.pop("posterior", PosteriorConfig(particles=3))
     evaluate = evaluator(DIGITS.test.subset(range(200)), lambda x: x, "cpu")
     if folder is not None:
         folder.mkdir(exist_ok=True)
     torch.manual_seed(1)
     return bt.fit_posterior(
-        bt.independent(network, posterior.particles), TRAIN, evaluate, config or settings(), posterior,
+        bt.independent(network, 3), TRAIN, evaluate, config or settings(),
         prior=bt.PriorConfig(warmup_epochs=1, align_every=4), augment=jitter, folder=folder, **options,
     )  # fmt: skip
 
@@ -78,23 +77,18 @@ def test_interrupted_and_resumed_is_bit_identical(stop: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "posterior",
-    [
-        {"particles": 3, "method": "ensemble"},
-        {"particles": 3, "method": "sgld", "temperature": 1e-3},
-        {"particles": 3, "kernel": "imq"},
-        {"particles": 3, "chunk": 2},
-    ],
-    ids=str,
+    "how",
+    [{"method": "ensemble"}, {"method": "sgld", "temperature": 1e-3}, {"kernel": infer.imq}, {"chunk": 2}],
+    ids=["ensemble", "sgld", "imq", "chunk"],
 )
-def test_every_option_of_a_posterior_trains(posterior: dict[str, Any]) -> None:
-    found, result = trained(config=settings(clip_norm=1.0), posterior=PosteriorConfig(**posterior))
+def test_every_option_of_a_posterior_trains(how: dict[str, Any]) -> None:
+    found, result = trained(config=settings(clip_norm=1.0), **how)
     losses = [line["train_loss"] for line in result.history[1:]]
     assert losses[3] < losses[0]
     assert len(found) == 3
     assert result.history[-1]["params"] < result.history[0]["params"]
     assert result.history[-1]["validation"]["log_likelihood"] >= result.history[-1]["validation"]["mean_log_likelihood"]
-    if posterior.get("method") == "svgd" or "chunk" in posterior:
+    if "chunk" in how:
         plain, _ = trained(config=settings(clip_norm=1.0))
         for name, tensor in plain.particles.items():
             torch.testing.assert_close(found.particles[name], tensor, rtol=1e-3, atol=1e-3)
@@ -119,13 +113,21 @@ def test_muon_knows_the_cores_of_particles(tmp_path: Path) -> None:
         assert torch.equal(parts.particles[name], tensor), name
 
 
+def test_options_of_other_methods_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Only svgd has a kernel, not ensemble"):
+        trained(method="ensemble", kernel=infer.imq)
+    with pytest.raises(ConfigError, match="svgd has no option 'temperature'"):
+        trained(temperature=0.5)
+    for key, value, other in (("kernel", "imq", "sgld"), ("temperature", 0.5, "ensemble")):
+        with pytest.raises(ConfigError, match=f"posterior.{key} is for method .* only, not for {other}"):
+            toml.named("mnist").replace("posterior", **{key: value, "method": other})
+
+
 def test_given_ranks_stay_as_they_are() -> None:
     start = network()
     bt.compact_(start, 0.5)
     before = bt.ranks(start)
-    found, result = bt.fit_posterior(
-        bt.around(start, 3), TRAIN, None, settings(), PosteriorConfig(particles=3), search=False
-    )
+    found, result = bt.fit_posterior(bt.around(start, 3), TRAIN, None, settings(), search=False)
     assert found.ranks == before
     assert [line["phase"] for line in result.history] == ["train"] * 5 + ["finetune"] * 2
     assert result.own_ranks == {}
@@ -141,22 +143,18 @@ def test_a_particle_that_breaks_is_dropped_and_told(tmp_path: Path) -> None:
     models = bt.independent(network, 4)
     with torch.no_grad():
         models[1].get_parameter("5.bias").fill_(float("nan"))
-    found, result = bt.fit_posterior(
-        models, TRAIN, None, settings(), PosteriorConfig(particles=4), progress=Listen(), folder=tmp_path
-    )
+    found, result = bt.fit_posterior(models, TRAIN, None, settings(), progress=Listen(), folder=tmp_path)
     assert len(found) == 3
     assert "particles [1] have weights or outputs that are not finite and were dropped; 3 are left" in messages
     assert messages[0].startswith("4 particles need about ")
     assert result.history[-1]["particles"] == 3
-    resumed, _ = bt.fit_posterior(
-        bt.independent(network, 4), TRAIN, None, settings(), PosteriorConfig(particles=4), folder=tmp_path, resume=True
-    )
+    resumed, _ = bt.fit_posterior(bt.independent(network, 4), TRAIN, None, settings(), folder=tmp_path, resume=True)
     assert len(resumed) == 3
     with torch.no_grad():
         for model in models[1:]:
             model.get_parameter("5.bias").fill_(float("nan"))
     with pytest.raises(TrainingError, match="3 of 4 particles is not finite"):
-        bt.fit_posterior(models, TRAIN, None, settings(), PosteriorConfig(particles=4))
+        bt.fit_posterior(models, TRAIN, None, settings())
 
 
 def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_finite() -> None:
@@ -165,7 +163,7 @@ def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_fin
         for core in models[1].get_submodule("5").cores:  # type: ignore[union-attr]
             core.mul_(1e30)
     evaluate = evaluator(DIGITS.test.subset(range(50)), lambda x: x, "cpu")
-    found, result = bt.fit_posterior(models, TRAIN, evaluate, settings(), PosteriorConfig(particles=3))
+    found, result = bt.fit_posterior(models, TRAIN, evaluate, settings())
     assert len(found) == 2
     assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
 
@@ -197,7 +195,7 @@ def test_batch_norm_of_particles_is_settled_with_large_batches(
 def test_an_augmentation_may_change_the_shape_and_a_network_be_one_layer() -> None:
     found, _ = bt.fit_posterior(
         bt.independent(lambda: bt.TTLinear(196, 10, max_rank=4), 2), TRAIN, None, settings(epochs=1, finetune_epochs=1),
-        PosteriorConfig(particles=2), augment=lambda x, _: x[:, 0, ::2, ::2].flatten(1),
+        augment=lambda x, _: x[:, 0, ::2, ::2].flatten(1),
     )  # fmt: skip
     assert len(found) == 2
 

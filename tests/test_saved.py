@@ -43,6 +43,12 @@ def test_a_users_own_compacted_model_comes_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model.json").read_text())["note"] == "mine"
 
 
+def test_a_folder_may_be_a_text_and_is_made(tmp_path: Path) -> None:
+    folder = str(tmp_path / "made" / "by itself")
+    bt.save_model(trained(), folder)
+    assert bt.ranks(bt.load_model(folder, own_network())) == bt.ranks(trained())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("given", [torch.float32, torch.float64])
 def test_a_model_of_another_precision_comes_back_in_it(tmp_path: Path, dtype: torch.dtype, given: torch.dtype) -> None:

@@ -41,18 +41,18 @@ def trained(likelihood: bt.Likelihood | None = None) -> tuple[Posterior, torch.T
 def test_a_posterior_comes_back_with_the_same_predictions(tmp_path: Path) -> None:
     posterior, x = trained()
     posterior.calibrate_(x, torch.arange(20) % 3)
-    bt.save_posterior(posterior, tmp_path, {"note": "mine"})
-    loaded = bt.load_posterior(tmp_path, dense())
+    bt.save_posterior(posterior, str(tmp_path / "new"), {"note": "mine"})
+    loaded = bt.load_posterior(str(tmp_path / "new"), dense())
     assert len(loaded) == 3
     assert loaded.ranks == posterior.ranks
     assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
     one, other = loaded.particle(1), posterior.particle(1)
     with torch.no_grad():
         assert torch.equal(one(x), other(x))
-    description = json.loads((tmp_path / "model.json").read_text())
+    description = json.loads((tmp_path / "new" / "model.json").read_text())
     assert description["particles"] == 3
     assert description["note"] == "mine"
-    again = bt.load_posterior(tmp_path / "posterior.safetensors", dense())
+    again = bt.load_posterior(tmp_path / "new" / "posterior.safetensors", dense())
     assert torch.equal(again.outputs(x), loaded.outputs(x))
 
 

@@ -146,10 +146,7 @@ def test_training_ends_at_the_ratio_it_was_given(particles: int) -> None:
     config = settings(round_tol=1e-3, compact_tol=1e-3, target_ratio=40.0)
     dense = 784 * 48 + 48 + 480 + 10
     if particles:
-        posterior = bt.PosteriorConfig(particles=particles)
-        found, result = bt.fit_posterior(
-            bt.independent(build, particles), TRAIN, None, config, posterior, progress=Listener()
-        )
+        found, result = bt.fit_posterior(bt.independent(build, particles), TRAIN, None, config, progress=Listener())
         size = found.parameters_each
     else:
         torch.manual_seed(0)
@@ -220,9 +217,8 @@ def test_a_search_that_has_reached_its_target_is_over(particles: int) -> None:
     bt.fit(free, TRAIN, None, dataclasses.replace(config, target_ratio=0.0), prior=STRONG)
     assert bt.count_parameters(free) < 0.7 * dense / 20
     if particles:
-        posterior = bt.PosteriorConfig(particles=particles)
         found, result = bt.fit_posterior(
-            bt.independent(perceptron, particles), TRAIN, None, config, posterior, prior=STRONG, progress=Listener()
+            bt.independent(perceptron, particles), TRAIN, None, config, prior=STRONG, progress=Listener()
         )
         size = found.parameters_each
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bayestrain.sizes import count_parameters, ranks
     from bayestrain.speed import PlanReport, plan_report
     from bayestrain.target import tolerance_for
-    from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+    from bayestrain.train.config import FitConfig, PriorConfig
     from bayestrain.train.loop import FitResult, fit, fit_posterior
 
 __version__ = "0.1.0"
@@ -40,7 +40,6 @@ __all__ = [
     "ParticleModel",
     "PlanReport",
     "Posterior",
-    "PosteriorConfig",
     "PriorConfig",
     "RankPrior",
     "Regression",
@@ -85,7 +84,7 @@ _HOMES = {
     "sizes": ("count_parameters", "ranks"),
     "speed": ("PlanReport", "plan_report"),
     "target": ("tolerance_for",),
-    "train.config": ("FitConfig", "PosteriorConfig", "PriorConfig"),
+    "train.config": ("FitConfig", "PriorConfig"),
     "train.loop": ("FitResult", "fit", "fit_posterior"),
 }
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.layers import TTConv2d, TTLayer
+from bayestrain.layers.evaluation import evaluating
 
 Kinds = tuple[type[nn.Module], ...]
 
@@ -37,22 +38,19 @@ class IdleBiases:
         self.names: dict[str, list[str]] = {}
         """The layers with such biases, and the batch norms behind each."""
         self._found: list[tuple[nn.Module, list[_BatchNorm]]] = []
-        modes = [(module, module.training) for module in model.modules()]
         try:
-            evaluating, looked_at = _idle(model.eval())
-            training, looked_at_too = _idle(model.train())
-            kept = {id(module) for module in model.modules() if not module.training}
+            with evaluating(model):
+                predicting, looked_at = _idle(model)
+                training, looked_at_too = _idle(model.train())
+                kept = {id(module) for module in model.modules() if not module.training}
         except Exception:  # as in `normalised_layers`
             return
-        finally:
-            for module, mode in modes:
-                module.training = mode
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for name, norms in training.items():
             layer, bias = model.get_submodule(name), model.get_submodule(name).bias
             followers = [norm for each in norms if isinstance(norm := model.get_submodule(each), _BatchNorm)]
             if (
-                evaluating.get(name) == norms
+                predicting.get(name) == norms
                 and isinstance(bias, nn.Parameter)
                 and bias.requires_grad
                 and uses[id(bias)] == 1

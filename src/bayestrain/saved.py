@@ -29,14 +29,16 @@ FORMAT = 1
 WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
 
 
-def save_model(model: nn.Module, folder: Path, about: Mapping[str, Any]) -> None:
-    """Write both files into `folder`; `about` is stored in the description (``model`` names a network of `models`).
+def save_model(model: nn.Module, folder: Path | str, about: Mapping[str, Any] | None = None) -> None:
+    """Write both files into `folder`, which is made if need be.
 
-    Lambda is no part of a saved model: take it off first (`RankPrior.remove_`).
+    `about` is stored in the description (``model`` names a network of `models`). Lambda is no part of a saved model:
+    take it off first (`RankPrior.remove_`).
     """
     from safetensors.torch import save_model as write
 
-    text = _description(model, about)  # fails, if it does, before anything is written
+    text = _description(model, about or {})  # fails, if it does, before anything is written
+    folder = _made(folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         write(model, str(Path(scratch) / WEIGHTS))
         content = (Path(scratch) / WEIGHTS).read_bytes()
@@ -69,7 +71,7 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     return model.eval()
 
 
-def save_posterior(posterior: ParticleModel, folder: Path, about: Mapping[str, Any]) -> None:
+def save_posterior(posterior: ParticleModel, folder: Path | str, about: Mapping[str, Any] | None = None) -> None:
     """Write the particles and their description into `folder`; as `save_model`.
 
     Frozen parameters, which all particles share, are saved once. Lambda is no part of it (`Posterior.fix_ranks_`).
@@ -82,7 +84,7 @@ def save_posterior(posterior: ParticleModel, folder: Path, about: Mapping[str, A
         known = {"kind": "classification", "temperature": likelihood.temperature}
     elif isinstance(likelihood, Regression):
         known = {"kind": "regression", "noise": likelihood.noise}
-    text = _description(posterior.template, {**about, "particles": len(posterior), "likelihood": known})
+    text = _description(posterior.template, {**(about or {}), "particles": len(posterior), "likelihood": known})
     shared = {
         f"shared.{name}": tensor
         for name, tensor in posterior.joint.named_parameters()
@@ -90,8 +92,15 @@ def save_posterior(posterior: ParticleModel, folder: Path, about: Mapping[str, A
     }
     tensors = {**posterior.particles, **posterior.carried, **shared}
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    folder = _made(folder)
     write_atomically(folder / PARTICLES, content)
     write_atomically(folder / DESCRIPTION, text)
+
+
+def _made(folder: Path | str) -> Path:
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def load_posterior(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.layers import TTLayer
+from bayestrain.layers.evaluation import evaluating
 from bayestrain.sizes import tt_layers
 from bayestrain.tables import text_table
 
@@ -96,15 +97,11 @@ def plan_report(model: nn.Module, x: Tensor, training: bool = False) -> PlanRepo
             )
         )  # fmt: skip
 
-    modes = {module: module.training for module in model.modules()}
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in names]
     try:
-        model.eval()
-        with torch.set_grad_enabled(training):
+        with evaluating(model), torch.set_grad_enabled(training):
             model(x)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return PlanReport(tuple(rows), training)

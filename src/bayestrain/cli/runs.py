@@ -17,7 +17,7 @@ from bayestrain.train.places import LAST, MAP
 ROOT = Path("runs")
 BOARD = "tensorboard"
 
-BEFORE = {"config.toml", "environment.json", "history.jsonl", "checkpoint-best.pt"}
+BEFORE = {"config.toml", "environment.json", "history.jsonl"}
 """What a run writes before its first checkpoint: a folder with only these holds no work yet."""
 AFTER = {
     LAST,

@@ -141,7 +141,7 @@ class TTLayer(nn.Module, ABC):
     def is_padded(self) -> bool:
         """Whether the modes hold more entries than the weight has: then some exist only inside."""
         held = math.prod(int(size) for core in self.cores for size in core.shape[1:-1])
-        return held > self.dense_parameters - (0 if self.bias is None else self.outputs)
+        return held > math.prod(self.weight_shape)
 
     @abstractmethod
     def plan_costs(self, x: Tensor) -> list[Cost]:
@@ -227,9 +227,9 @@ class TTLayer(nn.Module, ABC):
         """The shape of the full weight."""
 
     @property
-    @abstractmethod
     def dense_parameters(self) -> int:
         """Number of parameters of the dense layer this one stands for."""
+        return math.prod(self.weight_shape) + (0 if self.bias is None else self.bias.numel())
 
     @property
     def parameters_left(self) -> int:

@@ -160,10 +160,6 @@ class TTConv2d(TTLayer):
     def weight_shape(self) -> tuple[int, ...]:
         return (self.out_channels, self.in_channels, *self.kernel_size)
 
-    @property
-    def dense_parameters(self) -> int:
-        return self.out_channels * (self.in_channels * math.prod(self.kernel_size) + (self.bias is not None))
-
     def _halves(self, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """``A (t, C, r)`` and ``B (r, S)`` with the padding of the channel modes cut off."""
         bond = self.middle_bond

@@ -118,10 +118,6 @@ class TTLinear(TTLayer):
     def weight_shape(self) -> tuple[int, ...]:
         return (self.out_features, self.in_features)
 
-    @property
-    def dense_parameters(self) -> int:
-        return self.out_features * (self.in_features + (self.bias is not None))
-
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from operator import index
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
+from bayestrain.layers.evaluation import evaluating
 from bayestrain.posterior.joint import Joint
 from bayestrain.posterior.memory import predicted_at_once
 from bayestrain.predict import Classification, Prediction, checked_labels, fit_temperature
@@ -101,10 +102,8 @@ class ParticleModel:
         batch_size, size = index(batch_size), None if chunk is None else index(chunk)
         if len(x) == 0:
             raise ConfigError("There is no input to predict for.")
-        was_training = self.template.training
-        self.template.eval()
         tensors = {**self.particles, **self.carried}
-        try:
+        with evaluating(self.template):
             if size is None:
                 size, batch_size = predicted_at_once(self.joint, tensors, self._brought(x[:batch_size]), batch_size)
             batches = [
@@ -114,8 +113,6 @@ class ParticleModel:
                 ]
                 for part in map(self._brought, x.split(batch_size))
             ]
-        finally:
-            self.template.train(was_training)
         rows = [{key: torch.cat([c[key] for c in chunks]).to(x.device) for key in chunks[0]} for chunks in batches]
         return {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
 
@@ -138,8 +135,9 @@ class ParticleModel:
         if not norms:
             return
         size = most = measured = seen = 0
-        was_training, momenta = self.template.training, {name: norm.momentum for name, norm in norms.items()}
-        try:
+        with evaluating(self.template), ExitStack() as afterwards:
+            for norm in norms.values():
+                afterwards.callback(setattr, norm, "momentum", norm.momentum)
             tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
             for x in (self._brought(batch) for batch in batches if len(batch)):
                 for name in norms if not seen else ():  # what is not finite would stay so in an average
@@ -158,10 +156,6 @@ class ParticleModel:
                         norm.momentum = len(part) / seen  # the first ones replace, the others are averaged in
                     for i in range(0, len(self), size):  # statistics change in place
                         self.joint.batched({name: t[i : i + size] for name, t in tensors.items()}, "describe", part)
-        finally:
-            for name, norm in norms.items():
-                norm.momentum = momenta[name]
-            self.template.train(was_training)
 
     def to(self, device: torch.device | str) -> "ParticleModel":
         """The same particles on another device, to predict with; a `Posterior` trains where its networks were."""

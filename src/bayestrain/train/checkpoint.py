@@ -14,21 +14,19 @@ from bayestrain.errors import TrainingError
 from bayestrain.files import naming, write_atomically
 from bayestrain.train.places import LAST
 
-BEST = "checkpoint-best.pt"
 
-
-def save_checkpoint(folder: Path, state: Mapping[str, Any], name: str = LAST) -> None:
+def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     """Write a checkpoint that `load_checkpoint` can read."""
     content = io.BytesIO()
     torch.save(dict(state), content)
-    write_atomically(folder / name, content.getvalue())
+    write_atomically(folder / LAST, content.getvalue())
 
 
-def load_checkpoint(folder: Path, name: str = LAST) -> dict[str, Any]:
+def load_checkpoint(folder: Path) -> dict[str, Any]:
     """Read a checkpoint, with tensors on the CPU. Loads data only, never code."""
-    path = folder / name
+    path = folder / LAST
     if not path.exists():
-        raise TrainingError(f"There is nothing to resume in {folder}: it has no {name}. Start without resume.")
+        raise TrainingError(f"There is nothing to resume in {folder}: it has no {LAST}. Start without resume.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):

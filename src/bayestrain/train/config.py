@@ -216,6 +216,11 @@ class RunConfig:
             raise ConfigError(
                 "posterior.particles is 1, but a posterior needs at least 2 particles. Use 0 for a single point (MAP)."
             )
+        method = self.posterior.method
+        if self.posterior.kernel != "rbf" and method != "svgd":
+            raise ConfigError(f"posterior.kernel is for method svgd only, not for {method}. Leave it out.")
+        if self.posterior.temperature != 1 and method != "sgld":
+            raise ConfigError(f"posterior.temperature is for method sgld only, not for {method}. Leave it out.")
         if self.posterior.particles and self.posterior.calibrate and not self.data.validation_fraction:
             raise ConfigError(
                 "posterior.calibrate needs images held out from training, but data.validation_fraction is 0. "

@@ -16,6 +16,7 @@ from bayestrain import models
 from bayestrain.convert import TensorizeConfig, tensorize_
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
+from bayestrain.infer import imq
 from bayestrain.layers import TTLayer
 from bayestrain.posterior import Posterior, around, independent, retain_freed_memory
 from bayestrain.saved import load_model
@@ -166,7 +167,11 @@ def _train(
         if jittered
         else independent(lambda: _build(config, len(splits.classes)), number, seed)
     )
-    return fit_posterior(starts, material.train, evaluate, settings, config.posterior, **options)
+    how = config.posterior
+    return fit_posterior(
+        starts, material.train, evaluate, settings, method=how.method, kernel=imq if how.kernel == "imq" else None,
+        temperature=how.temperature if how.method == "sgld" else None, chunk=how.chunk or None, **options,
+    )  # fmt: skip
 
 
 def _jittered(config: RunConfig) -> bool:

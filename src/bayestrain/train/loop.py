@@ -20,17 +20,16 @@ from torch import Tensor, nn
 
 from bayestrain.data import Images
 from bayestrain.errors import ConfigError, Interrupted, ParticleWarning, TrainingError
-from bayestrain.infer import imq, rbf
+from bayestrain.infer import Kernel
 from bayestrain.posterior import Posterior
 from bayestrain.prior import Prior
 from bayestrain.sizes import tt_layers
 from bayestrain.speed import plan_report
 from bayestrain.train.arithmetic import lowered, products
-from bayestrain.train.checkpoint import BEST, History, load_checkpoint, save_checkpoint
-from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
+from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.metrics import check_labels
 from bayestrain.train.particles import ParticleSubject
-from bayestrain.train.places import LAST
 from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
 from bayestrain.train.schedule import learning_rate, wanted_ratio
@@ -91,8 +90,7 @@ def fit(
     Args:
         model: a model with TT layers; any model without a `search`.
         train: training images; they go through `augment` as floats in [0, 1], on `device`.
-        evaluate: called after each epoch with the model, returns validation metrics; never give it the test set. By its
-            "log_likelihood", else by the training loss, the best checkpoint is chosen.
+        evaluate: called after each epoch with the model, returns validation metrics; never give it the test set.
         config, prior: the settings of the loop and of the prior.
         search: whether ranks are sought. If not, every weight has the prior Normal(0, ``prior.other_variance``) and
             nothing is cut.
@@ -109,13 +107,11 @@ def fit(
         check_labels(model.to(place), x, train.labels)
     subject = Point(model, config, prior or PriorConfig(), loss, len(train), place, search)
     watcher = progress or Silent()
-    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
+    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, resume, watcher)
     with products(config.precision, place), lowered(config.precision, place):
         if tt_layers(model):
             watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
-    if resume and folder is not None:
-        run.restore(load_checkpoint(folder))
-    return run.run()
+    return run.run(resume)
 
 
 def fit_posterior(
@@ -123,8 +119,11 @@ def fit_posterior(
     train: Images,
     evaluate: Evaluate | None,
     config: FitConfig,
-    posterior: PosteriorConfig,
     *,
+    method: str = "svgd",
+    kernel: Kernel | None = None,
+    temperature: float | None = None,
+    chunk: int | None = None,
     prior: PriorConfig | None = None,
     search: bool = True,
     augment: Augment | None = None,
@@ -134,9 +133,12 @@ def fit_posterior(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Posterior, FitResult]:
-    """Train a posterior of classifiers that start at `models`; the other arguments are as for `fit`.
+    """Train a posterior of classifiers that start at `models`; what is not told of here is as for `fit`.
 
-    `evaluate` is called with the `Posterior`.
+    Args:
+        evaluate: is called with the `Posterior`.
+        method, kernel, chunk: as for `Posterior`.
+        temperature: for "sgld", which is its own optimiser: 1 (default) samples the posterior, less a sharper one.
     """
     place, settings = torch.device(device), prior or PriorConfig()
     steps = math.ceil(len(train) / config.batch_size)
@@ -150,24 +152,20 @@ def fit_posterior(
     def optimizer(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         return make_optimizer(config, named, config.lr, model=models[0], capturable=place.type == "cuda")
 
-    options: dict[str, Any] = {"optimizer": optimizer}
-    if posterior.method == "sgld":
-        options = {"lr": config.lr, "temperature": posterior.temperature, "memory": 0.99, "seed": seed}
-    elif posterior.method == "svgd":
-        options["kernel"] = imq if posterior.kernel == "imq" else rbf
+    options: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    if method == "sgld":
+        options |= {"lr": config.lr, "memory": 0.99, "seed": seed}
     particles = Posterior(
-        [model.to(place) for model in models], len(train), method=posterior.method, prior=one_prior,
-        chunk=posterior.chunk or None, clip=config.clip_norm or None, **options,
+        [model.to(place) for model in models], len(train), method=method, prior=one_prior, kernel=kernel, chunk=chunk,
+        optimizer=None if method == "sgld" else optimizer, clip=config.clip_norm or None, **options,
     )  # fmt: skip
     watcher = progress or Silent()
     watcher.message(f"{particles.estimate_memory(x, y)}")
     subject = ParticleSubject(particles, config, settings, probe=x[:PROBE])
-    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, watcher)
-    if resume and folder is not None:
-        run.restore(load_checkpoint(folder))
+    run = _Fit(subject, train, evaluate, config, augment, place, seed, folder, resume, watcher)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ParticleWarning)  # the run tells of broken particles in its own way
-        return particles, run.run()
+        return particles, run.run(resume)
 
 
 def _first_batch(
@@ -184,8 +182,10 @@ class _Fit:
 
     def __init__(
         self, subject: Subject, train: Images, evaluate: Evaluate | None, config: FitConfig, augment: Augment | None,
-        device: torch.device, seed: int, folder: Path | None, progress: Progress,
+        device: torch.device, seed: int, folder: Path | None, resume: bool, progress: Progress,
     ) -> None:  # fmt: skip
+        if folder is None and (resume or config.tensorboard):
+            raise ConfigError("resume and fit.tensorboard need the folder of a run. Give folder=.")
         self.subject = subject
         self.train = train.to(device)
         self.evaluate = evaluate
@@ -204,8 +204,8 @@ class _Fit:
         self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
-        self.best = -math.inf
-        self.resumed = False
+        self.saved: int | None = None
+        """The epoch of the last checkpoint."""
         self.arrived = False
         """Whether the next cut would bring the network to its target: then the search is over."""
         self.search_ended: int | None = None
@@ -213,9 +213,11 @@ class _Fit:
         self.cut_earlier: dict[str, list[list[float]]] = {}
         """Per layer and bond, the singular values that the search has cut, relative to the largest of that moment."""
 
-    def run(self) -> FitResult:
+    def run(self, resume: bool) -> FitResult:
         """All epochs that are left, then the final rounding if it has not been."""
-        history = History(self.folder, until_epoch=self.epoch if self.resumed else -1)
+        if resume and self.folder is not None:
+            self.restore(load_checkpoint(self.folder))
+        history = History(self.folder, until_epoch=-1 if self.saved is None else self.saved)
         log = EpochLog(self.folder if self.config.tensorboard else None)
         try:
             if not history.lines:
@@ -236,9 +238,9 @@ class _Fit:
             number = min(max(1, LAST_INPUTS // size), len(self.train) // size)  # a small last batch is left out
             self.subject.finish(x for x, _ in islice(batches, number))
         except KeyboardInterrupt:
-            if self.folder is None or not (self.folder / LAST).exists():
+            if self.saved is None:
                 raise
-            raise Interrupted(str(self.folder), int(load_checkpoint(self.folder)["epoch"])) from None
+            raise Interrupted(str(self.folder), self.saved) from None
         finally:
             log.close()
         own_ranks = self.subject.own_ranks if isinstance(self.subject, ParticleSubject) else {}
@@ -345,15 +347,10 @@ class _Fit:
         }
         history.append(line)
         log.write(line)
-        if self.folder is not None:
-            train_loss = math.inf if means["train_loss"] is None else float(means["train_loss"])
-            score = (validation or {}).get("log_likelihood", -train_loss)
-            better = score > self.best
-            self.best = max(self.best, score)
-            if better:
-                save_checkpoint(self.folder, self.state(), BEST)
-            if self.epoch % self.config.checkpoint_every == 0 or self.epoch in (self.config.epochs, self.total_epochs):
-                save_checkpoint(self.folder, self.state())
+        last = self.epoch in (self.config.epochs, self.total_epochs)
+        if self.folder is not None and (last or self.epoch % self.config.checkpoint_every == 0):
+            save_checkpoint(self.folder, self.state())
+            self.saved = self.epoch
         self.progress.epoch(line)
 
     def _phase(self) -> str:
@@ -373,7 +370,6 @@ class _Fit:
             "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
             "seconds": self.seconds,
             "rate": self.rate,
-            "best": self.best,
             "arrived": self.arrived,
             "search_ended": self.search_ended,
             "spectra": self.spectra,
@@ -382,7 +378,6 @@ class _Fit:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to the moment `state` was made."""
-        self.resumed = True
         self.subject.restore(state["subject"])
         self.order.set_state(state["order"])
         if len(state["noise"]) == len(self.noise.get_state()):
@@ -393,7 +388,8 @@ class _Fit:
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.epoch, self.seconds, self.best, self.rate = state["epoch"], state["seconds"], state["best"], state["rate"]
+        self.epoch = self.saved = state["epoch"]
+        self.seconds, self.rate = state["seconds"], state["rate"]
         self.arrived, self.search_ended = state["arrived"], state["search_ended"]
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.data import Images
+from bayestrain.layers.evaluation import evaluating
 from bayestrain.posterior import ParticleModel
 from bayestrain.predict import ClassPrediction, check_classes
 from bayestrain.train.arithmetic import channels_last, wants_channels_last
@@ -29,19 +30,15 @@ def outputs(
         return torch.cat([network.outputs(x, batch_size).cpu() for x in batches], dim=1)
     if wants_channels_last(network, device):
         batches = map(channels_last, batches)
-    was_training = network.training
-    network.eval()
-    found = [network(x).cpu()[None] for x in batches]
-    network.train(was_training)
-    return torch.cat(found, dim=1)
+    with evaluating(network):
+        return torch.cat([network(x).cpu()[None] for x in batches], dim=1)
 
 
 @torch.no_grad()
 def check_labels(network: nn.Module, x: Tensor, labels: Tensor) -> None:
     """Refuse labels that the network has no output for; on a GPU they would end in an assertion that names none."""
-    was_training = network.training
-    classes = network.eval()(x[:1]).shape[1]
-    network.train(was_training)
+    with evaluating(network):
+        classes = network(x[:1]).shape[1]
     check_classes(labels, classes)
 
 
