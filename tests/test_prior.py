@@ -174,6 +174,8 @@ def test_parameter_count_ignores_lambda() -> None:
         ({"num_data": 10, "weight": math.nan}, "weight cannot be negative, got nan"),
         ({"num_data": 10, "b": 0.0}, "b must be positive, got 0.0"),
         ({"num_data": 10, "floor": 1.0}, r"floor is relative .* must lie in \(0, 1\), got 1.0"),
+        ({"num_data": 10, "rate": 0.2}, "rate is the step size of update 'gradient', 'newton' has none"),
+        ({"num_data": 10, "update": "gradient", "rate": 0.0}, "rate must be positive, got 0.0"),
         ({"num_data": 10, "update": "magic"}, "update must be one of .*newton.*, got 'magic'"),
     ],
 )

@@ -20,6 +20,9 @@ from bayestrain.sizes import tt_layers
 
 UPDATES = ("newton", "gradient")
 
+RATE = 0.1
+"""Step size of the gradient update."""
+
 ALIGN_SWEEPS = 5
 """Newton steps of every lambda after an alignment; those of the steps to come do the rest."""
 
@@ -54,7 +57,7 @@ class RankPrior:
         weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.
         warmup_steps: the weight rises linearly from 0 over this many calls of `step`.
         update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
-        rate: step size of the gradient update.
+        rate: step size of the gradient update, by default 0.1; Newton's has none.
         floor: smallest lambda of a bond, relative to its largest.
         other_variance: prior variance of all parameters outside of TT cores.
         start: value every lambda starts with.
@@ -77,7 +80,7 @@ class RankPrior:
         weight: float = 1.0,
         warmup_steps: int = 0,
         update: str = "newton",
-        rate: float = 0.1,
+        rate: float | None = None,
         floor: float = shrinkage.FLOOR,
         other_variance: float = 100.0,
         start: float = 1.0,
@@ -88,6 +91,11 @@ class RankPrior:
             raise ConfigError(
                 f"num_data must be the number of training data, at least 1, got {num_data!r}. Try len(train)."
             )
+        if update not in UPDATES:
+            raise ConfigError(f"update must be one of {UPDATES}, got {update!r}.")
+        if rate is not None and update != "gradient":
+            raise ConfigError(f"rate is the step size of update 'gradient', {update!r} has none. Leave it out.")
+        rate = RATE if rate is None else rate
         for name, value in (("a", a), ("b", b), ("rate", rate), ("other_variance", other_variance), ("start", start)):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value}.")
@@ -97,8 +105,6 @@ class RankPrior:
         if abs(math.log(start)) > shrinkage.LIMIT:
             limit = f"{shrinkage.LIMIT:g}"
             raise ConfigError(f"start must lie between exp(-{limit}) and exp({limit}), got {start}.")
-        if update not in UPDATES:
-            raise ConfigError(f"update must be one of {UPDATES}, got {update!r}.")
         if not 0 < floor < 1:
             raise ConfigError(f"floor is relative to the largest lambda and must lie in (0, 1), got {floor}.")
         layers = tt_layers(model)
