@@ -12,7 +12,7 @@ from torch.distributions import Normal
 from torch.func import functional_call, vmap
 
 import bayestrain as bt
-from bayestrain import bonds, shrinkage, tt
+from bayestrain import bonds, gauge, shrinkage, tt
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
 from bayestrain.prior import ALIGN_SWEEPS
 from bayestrain.sizes import tt_layers
@@ -124,7 +124,7 @@ def slow_step(model: nn.Module, prior: bt.RankPrior, align: bool = False) -> Non
         if trained and name in prior.held:
             slow_hold(layer, [norm for norm in prior.held[name] if norm.running_mean is not None])
         if trained and align:
-            layer.set_cores(tt.align(list(layer.cores)))
+            layer.set_cores(gauge.align(list(layer.cores)))
             for _ in range(ALIGN_SWEEPS):
                 slow_sweep(layer, prior, "newton")
         slow_sweep(layer, prior, prior.update)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import bayestrain as bt
-from bayestrain import tt
+from bayestrain import gauge, tt
 
 
 def planted(ranks: tuple[int, ...] = (3, 2, 3), noise: float = 1e-4, max_rank: int = 6, seed: int = 0) -> bt.TTLinear:
@@ -63,7 +63,7 @@ def test_gauge_changes_alter_nothing_that_rounding_finds(seed: int) -> None:
     for bond in (1, 2, 3):
         turn = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
         scale = 10 ** torch.randn(6, generator=generator, dtype=torch.float64)
-        cores = tt.change_gauge(cores, bond, turn * scale)
+        cores = gauge.change_gauge(cores, bond, turn * scale)
     turned.set_cores(cores)
     x = torch.randn(5, 144, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(turned(x), layer(x), rtol=1e-8, atol=1e-8)
@@ -80,7 +80,7 @@ def test_rescaling_alters_nothing_that_the_contribution_rule_keeps(seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     cores: list[Tensor] = [core.detach() for core in scaled.cores]
     for bond in (1, 2, 3):
-        cores = tt.change_gauge(cores, bond, (10 ** torch.randn(6, generator=generator, dtype=torch.float64)).diag())
+        cores = gauge.change_gauge(cores, bond, (10 ** torch.randn(6, generator=generator, dtype=torch.float64)).diag())
     scaled.set_cores(cores)
     models = nn.Sequential(layer), nn.Sequential(scaled)
     for model in models:

@@ -12,7 +12,7 @@ from fit_kit import StopAfter, jitter, settings
 from torch import Tensor, nn
 
 import bayestrain as bt
-from bayestrain import data, tt
+from bayestrain import data, gauge, tt
 from bayestrain.errors import CaptureWarning, Interrupted
 from bayestrain.train import toml
 from bayestrain.train.experiment import run_experiment
@@ -34,7 +34,7 @@ def test_maths_agrees(dtype: torch.dtype) -> None:
     dense = tt.to_dense(cores)
     torch.testing.assert_close(tt.to_dense(on_gpu).cpu(), dense, **tol)
     torch.testing.assert_close(tt.norm(on_gpu).cpu(), tt.norm(cores), **tol)
-    torch.testing.assert_close(tt.to_dense(tt.align(on_gpu)).cpu(), dense, **tol)
+    torch.testing.assert_close(tt.to_dense(gauge.align(on_gpu)).cpu(), dense, **tol)
     rounded, rounded_gpu = tt.round_cores(cores, 0.3), tt.round_cores(on_gpu, 0.3)
     assert tt.ranks(rounded) == tt.ranks(rounded_gpu)
     torch.testing.assert_close(tt.to_dense(rounded_gpu).cpu(), tt.to_dense(rounded), **tol)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import bayestrain as bt
-from bayestrain import tt
+from bayestrain import gauge, tt
 from bayestrain.errors import ConfigError
 from bayestrain.posterior import Posterior, independent
 from bayestrain.posterior.ranks import by_contribution, by_lambda, by_rounding, own_ranks, take
@@ -66,7 +66,7 @@ def test_the_gauge_does_not_matter() -> None:
     turned = [core.clone() for core in cores]
     for i in range(4):
         matrix = torch.randn(6, 6, dtype=torch.float64) + 3 * torch.eye(6, dtype=torch.float64)
-        for k, core in enumerate(tt.change_gauge([core[i] for core in cores], 1, matrix)):
+        for k, core in enumerate(gauge.change_gauge([core[i] for core in cores], 1, matrix)):
             turned[k][i] = core
     one, other = by_rounding(cores, 0.05), by_rounding(turned, 0.05)
     assert [core.shape for core in one.cores] == [core.shape for core in other.cores]

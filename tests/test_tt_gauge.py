@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 from tt_reference import diagonal_gauge, gaussian_train, random_gauge, singular_values, trains
 
-from bayestrain import tt
+from bayestrain import gauge, tt
 
 # --- gauge ------------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def test_align_puts_one_singular_value_on_each_index(sizes: list[int], rank: int
     torch.manual_seed(seed)
     cores = gaussian_train(sizes, [rank] * (len(sizes) - 1))
     cores = diagonal_gauge(cores) if wild else random_gauge(cores, spread=0.5)
-    aligned = tt.align(cores, live=0.0)
+    aligned = gauge.align(cores, live=0.0)
     assert [core.shape for core in aligned] == [core.shape for core in cores]
     assert relative_error(slow_dense(aligned), slow_dense(cores)) < 1e-9
     for (left, right), (old_left, old_right) in zip(
@@ -76,17 +76,17 @@ def test_align_puts_one_singular_value_on_each_index(sizes: list[int], rank: int
 
 
 def test_aligning_twice_changes_nothing() -> None:
-    once = tt.align(gaussian_train((4, 5, 6, 4), (3, 4, 3)))
-    assert_close(tt.align(once), once, rtol=1e-8, atol=1e-8)
+    once = gauge.align(gaussian_train((4, 5, 6, 4), (3, 4, 3)))
+    assert_close(gauge.align(once), once, rtol=1e-8, atol=1e-8)
 
 
 def test_align_keeps_the_order_of_the_indices() -> None:
-    cores = tt.align(gaussian_train((4, 5, 6, 4), (4, 4, 4)))
+    cores = gauge.align(gaussian_train((4, 5, 6, 4), (4, 4, 4)))
     for bond in (1, 2, 3):
         cores = tt.slice_bond(cores, bond, torch.randperm(4))
-    assert_close(tt.align(cores), cores, rtol=1e-8, atol=1e-8)
+    assert_close(gauge.align(cores), cores, rtol=1e-8, atol=1e-8)
     nearby = [core + 1e-6 * torch.randn_like(core) for core in cores]
-    for new, old in zip(tt.align(nearby), nearby, strict=True):
+    for new, old in zip(gauge.align(nearby), nearby, strict=True):
         assert relative_error(new, old) < 1e-3
 
 
@@ -94,8 +94,8 @@ def test_align_works_in_an_extreme_gauge() -> None:
     cores = gaussian_train((5, 6, 5), (3, 3))
     expected = tt.bond_spectra(cores)
     for bond in (1, 2):
-        cores = tt.change_gauge(cores, bond, torch.diag(torch.tensor([1e9, 1.0, 1e-9], dtype=torch.float64)))
-    aligned = tt.align(cores)
+        cores = gauge.change_gauge(cores, bond, torch.diag(torch.tensor([1e9, 1.0, 1e-9], dtype=torch.float64)))
+    aligned = gauge.align(cores)
     assert relative_error(slow_dense(aligned), slow_dense(cores)) < 1e-12
     for found, s in zip(tt.contributions(aligned), expected, strict=True):
         assert_close(found.sort(descending=True).values, s, rtol=1e-10, atol=0)
@@ -105,7 +105,7 @@ def test_align_leaves_dead_indices_where_they_are() -> None:
     cores = gaussian_train((5, 6, 5), (3, 3))
     scale = torch.tensor([1.0, 1e-6, 1.0], dtype=torch.float64)
     cores[1] = cores[1] * scale[:, None, None] * scale
-    aligned = tt.align(cores)
+    aligned = gauge.align(cores)
     assert_close(aligned[0][:, :, 1], cores[0][:, :, 1], rtol=1e-12, atol=0)
     assert_close(aligned[2][1], cores[2][1], rtol=1e-12, atol=0)
     assert relative_error(aligned[0][:, :, ::2], cores[0][:, :, ::2]) > 1e-3
@@ -116,7 +116,7 @@ def test_align_leaves_dead_indices_where_they_are() -> None:
 def test_align_keeps_a_tensor_with_redundant_ranks(dtype: torch.dtype) -> None:
     train = gaussian_train((4, 5, 6, 4), (2, 3, 2), dtype)
     redundant = tt.subtract(train, [2 * train[0], *train[1:]])  # every slice twice
-    aligned = tt.align(redundant)
+    aligned = gauge.align(redundant)
     assert all(core.dtype == dtype for core in aligned)
     assert relative_error(slow_dense(aligned), slow_dense(redundant)) < (1e-7 if dtype == torch.float64 else 1e-3)
 
@@ -127,9 +127,9 @@ def test_many_trains_are_aligned_at_once_and_a_broken_one_harms_no_other() -> No
     trains[2][1][:, :, :, 1:] *= 1e-6  # indices that are to stay as they are
     stacked = [torch.stack(cores) for cores in zip(*trains, strict=True)]
     stacked[0][4] = float("nan")
-    together = torch.vmap(lambda *cores: tuple(tt.align(list(cores))))(*stacked)
+    together = torch.vmap(lambda *cores: tuple(gauge.align(list(cores))))(*stacked)
     for i, cores in enumerate(trains[:4]):
-        for one, many in zip(tt.align(cores), together, strict=True):
+        for one, many in zip(gauge.align(cores), together, strict=True):
             torch.testing.assert_close(many[i], one)
         torch.testing.assert_close(tt.to_dense([core[i] for core in together]), tt.to_dense(cores))
     assert bool(together[0][4].isnan().all())
@@ -142,16 +142,16 @@ def test_gauges_of_many_bonds_and_their_inverses() -> None:
     filled = [[pad(gram, (0, 8 - len(gram)) * 2) for gram in pair] for pair in pairs]
     filled += [[torch.zeros_like(filled[0][0])] * 2, [torch.full_like(filled[0][0], float("nan"))] * 2]
     left, right = (torch.stack(grams) for grams in zip(*filled, strict=True))
-    gauges, inverses = tt.aligning_gauges(left, right)
+    gauges, inverses = gauge.aligning_gauges(left, right)
     identity = torch.eye(8, dtype=torch.float64)
     assert_close(gauges @ inverses, identity.expand(5, 8, 8), rtol=0, atol=1e-12)
     for many, inverse, pair in zip(gauges, inverses, pairs, strict=False):
-        alone, rank = tt.aligning_gauges(*pair)[0], len(pair[0])
+        alone, rank = gauge.aligning_gauges(*pair)[0], len(pair[0])
         assert_close(many[:rank, :rank], alone, rtol=1e-10, atol=1e-10)
         assert torch.equal(many[rank:], identity[rank:])
         assert torch.equal(inverse[:, rank:], identity[:, rank:])
     assert torch.equal(gauges[3:], identity.expand(2, 8, 8))
     by_bond = cores
     for bond, (own, pair) in enumerate(zip(gauges, pairs, strict=False), start=1):
-        by_bond = tt.change_gauge(by_bond, bond, own[: len(pair[0]), : len(pair[0])])
-    assert_close(by_bond, tt.align(cores), rtol=1e-10, atol=1e-10)
+        by_bond = gauge.change_gauge(by_bond, bond, own[: len(pair[0]), : len(pair[0])])
+    assert_close(by_bond, gauge.align(cores), rtol=1e-10, atol=1e-10)

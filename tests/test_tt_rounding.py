@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from tt_reference import decaying_tensors, delta_rank, gaussian_train, random_gauge, singular_values, tolerances
 
-from bayestrain import tt
+from bayestrain import gauge, tt
 from bayestrain.errors import ConfigError
 
 # --- TT-SVD and rounding ----------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ def test_the_zero_tensor_has_rank_one_everywhere(dtype: torch.dtype) -> None:
     assert tt.norm(train) == 0
     assert not torch.stack([c.abs().max() for c in tt.contributions(train)]).any()
     assert not torch.stack([s.abs().max() for s in tt.bond_spectra(train)]).any()
-    assert_close(tt.align(train), train, rtol=0, atol=0)
+    assert_close(gauge.align(train), train, rtol=0, atol=0)
 
 
 def test_a_train_of_one_core() -> None:
     core = torch.randn(1, 7, 1, dtype=torch.float64)
-    for cores in (tt.tt_svd(core.flatten(), 0.1), tt.round_cores([core], 0.1), tt.align([core])):
+    for cores in (tt.tt_svd(core.flatten(), 0.1), tt.round_cores([core], 0.1), gauge.align([core])):
         assert_close(cores, [core], rtol=1e-14, atol=1e-14)
     assert_close(tt.subtract([core], [3 * core]), [-2 * core], rtol=1e-14, atol=1e-14)
     assert_close(tt.norm([core]), core.norm(), rtol=1e-14, atol=1e-14)
@@ -179,9 +179,9 @@ def test_functions_leave_their_arguments_alone() -> None:
     cores = gaussian_train((3, 4, 5), (2, 3))
     before = [core.clone() for core in cores]
     tt.round_cores(cores, 0.5)
-    tt.align(cores)
+    gauge.align(cores)
     tt.slice_bond(cores, 1, torch.tensor([0]))
-    tt.change_gauge(cores, 2, torch.randn(3, 3, dtype=torch.float64))
+    gauge.change_gauge(cores, 2, torch.randn(3, 3, dtype=torch.float64))
     tt.subtract(cores, cores)
     tt.bond_spectra(cores)
     assert_close(cores, before, rtol=0, atol=0)

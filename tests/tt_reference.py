@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layer_kit import slow_dense
 from torch import Tensor
 
-from bayestrain import tt
+from bayestrain import gauge, tt
 
 
 def gaussian_train(
@@ -55,7 +55,9 @@ def random_gauge(cores: Sequence[Tensor], spread: float = 1.0) -> list[Tensor]:
     for bond in range(1, len(cores)):
         rank = cores[bond].shape[0]
         left, right = (torch.linalg.qr(torch.randn(rank, rank, dtype=cores[0].dtype)).Q for _ in range(2))
-        result = tt.change_gauge(result, bond, left * torch.exp(spread * torch.randn(rank, dtype=left.dtype)) @ right)
+        result = gauge.change_gauge(
+            result, bond, left * torch.exp(spread * torch.randn(rank, dtype=left.dtype)) @ right
+        )
     return result
 
 
@@ -63,7 +65,7 @@ def diagonal_gauge(cores: Sequence[Tensor]) -> list[Tensor]:
     result = list(cores)
     for bond in range(1, len(cores)):
         scale = torch.exp(3 * torch.randn(cores[bond].shape[0], dtype=cores[0].dtype))
-        result = tt.change_gauge(result, bond, torch.diag(scale))
+        result = gauge.change_gauge(result, bond, torch.diag(scale))
     return result
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from bayestrain import shrinkage, tt
+from bayestrain import gauge, shrinkage, tt
 
 Train = Sequence[tuple[int, int, int]]
 """The shapes of one layer's cores, with their modes taken together: ``(left, modes, right)``."""
@@ -120,7 +120,7 @@ class Bonds:
         return torch.vmap(tt.norm)(self._in_blocks(flat))
 
     def aligned(self, flat: Tensor) -> Tensor:
-        """``flat`` after `tt.align` of every layer; one that is not finite, before or after, stays as it is."""
+        """``flat`` after `gauge.align` of every layer; one that is not finite, before or after, stays as it is."""
         _, _, widest = self.shape
         blocks = self._in_blocks(flat.double())
         grams = [
@@ -130,9 +130,9 @@ class Bonds:
         left, right = (own.masked_fill(self._unused[..., None], 0.0) for own in grams)
         pairs = [
             [matrix[:, k, :rank, :rank] for k, (_, _, _, rank) in enumerate(self.blocks[:-1])]
-            for matrix in tt.aligning_gauges(left, right)
+            for matrix in gauge.aligning_gauges(left, right)
         ]
-        turned = torch.vmap(tt.change_gauges)(blocks, *pairs)
+        turned = torch.vmap(gauge.change_gauges)(blocks, *pairs)
         finite = torch.stack([block.flatten(1).isfinite().all(1) for block in turned]).all(0)
         new = torch.cat([block.reshape(-1) for block in turned]).index_select(0, self._from_blocks)
         return torch.where(finite.index_select(0, self._layer_of_entry), new.to(flat.dtype), flat)

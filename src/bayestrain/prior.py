@@ -66,7 +66,7 @@ class RankPrior:
             the batch norm found behind them, so that the network computes the same. Naming a layer vouches for it:
             where no batch norm is found, only the layer itself is rescaled.
         align_every: every so many steps the rank indices of all layers are turned to the singular directions of their
-            bonds (`tt.align`), where lambda can see single singular values. The network does not change; ranks are
+            bonds (`gauge.align`), where lambda can see single singular values. The network does not change; ranks are
             found sooner and more surely. 0 switches it off.
     """
 
