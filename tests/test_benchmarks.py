@@ -134,6 +134,23 @@ def test_compacted_networks_are_small_enough_and_have_dense_twins(number: int) -
     assert error(small.eval(), dense.eval(), torch.randn(2, *network.shape)) < 1e-5
 
 
+def test_a_step_of_all_particles_is_that_of_a_loop_over_networks() -> None:
+    from particles import compare
+
+    found = compare(3, rank=4, size=16, device="cpu", repeats=1)
+    assert found["particles"] == 3
+    assert found["largest_difference_float64"] < 1e-10
+    assert min(found["seconds"], found["seconds_loop"], found["times_faster"]) > 0
+
+
+def test_a_loop_that_steps_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import particles
+
+    monkeypatch.setattr(particles, "stein_direction_", lambda *_: None)  # particles that do not know of each other
+    with pytest.raises(AssertionError, match="the two ways differ by"):
+        particles.compare(2, rank=4, size=16, device="cpu", repeats=1)
+
+
 def read(results: Path, name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((results / f"{name}-cpu.json").read_text())
     assert report["quick"]
