@@ -24,8 +24,6 @@ class PlannedLayer:
     operations: float
     dense_seconds: float
     dense_operations: float
-    alternatives: tuple[tuple[str, float], ...]
-    """All plans with their predicted seconds, fastest first."""
 
     @property
     def ratio(self) -> float:
@@ -88,13 +86,8 @@ def plan_report(model: nn.Module, x: Tensor, training: bool = False) -> PlanRepo
         (x,) = (*inputs, *named.values())
         costs, chosen, dense = layer.plan_costs(x), layer.plan_for(x), layer.dense_cost(x)
         cost = next(cost for cost in costs if cost.plan == chosen)
-        others = tuple((cost.plan.name, cost.seconds) for cost in costs)
-        rows.append(
-            PlannedLayer(
-                names[layer], tuple(x.shape), chosen.name, cost.seconds, cost.operations, dense.seconds,
-                dense.operations, others,
-            )
-        )  # fmt: skip
+        figures = (cost.seconds, cost.operations, dense.seconds, dense.operations)
+        rows.append(PlannedLayer(names[layer], tuple(x.shape), chosen.name, *figures))
 
     modes = {module: module.training for module in model.modules()}
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in names]

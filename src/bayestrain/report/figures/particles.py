@@ -149,11 +149,7 @@ FIGURES = (
         "How far they lie apart",
         "Disagreement: how often a particle’s answer to a validation image is not that of all together. Bandwidth: the "
         "squared distance at which particles count as neighbours.",
-        {
-            "disagreement": "disagreement",
-            "bandwidth": "kernel bandwidth",
-            "ksd": "Stein discrepancy",
-        },
+        {"disagreement": "disagreement", "bandwidth": "kernel bandwidth"},
     ),
 )
 
