@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bayestrain.layers import TTLayer
 from bayestrain.sizes import tt_layers
-from bayestrain.tables import text_table
+from bayestrain.tables import text_table, times
 
 SLOWER = 1.05
 """Predicted times within this factor of the dense layer's count as equal: the prediction is no better."""
@@ -65,7 +65,7 @@ class PlanReport:
         if not self.layers:
             return self.verdict()
         rows = [
-            [row.name, "x".join(map(str, row.input_shape)), row.plan, f"{row.dense_operations / row.operations:.2f}x",
+            [row.name, times(row.input_shape), row.plan, f"{row.dense_operations / row.operations:.2f}x",
              f"{row.seconds * 1e6:,.0f}", f"{row.dense_seconds * 1e6:,.0f}", f"{row.ratio:.2f}"]
             for row in self.layers
         ]  # fmt: skip

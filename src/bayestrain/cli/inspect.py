@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bayestrain.cli.screen import existing, inner, print_json, times
+from bayestrain.cli.screen import existing, inner, print_json
 from bayestrain.errors import ConfigError
-from bayestrain.tables import text_table
+from bayestrain.tables import text_table, times
 
 
 def inspect(
