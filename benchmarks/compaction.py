@@ -14,10 +14,28 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 VARIANTS = {"with": [], "without": ["--set", "fit.compact_every=0"]}
+
+
+def side_by_side(commands: dict[str, list[str]]) -> dict[str, str]:
+    """What each run prints. When one fails, or this is interrupted, the others are ended as well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        processes = {}
+        for variant, command in commands.items():
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            processes[variant] = stack.enter_context(process)  # waits for its end
+            stack.callback(process.kill)  # before that; nothing to one that has ended
+        outputs = {}
+        for variant, process in processes.items():
+            outputs[variant], _ = process.communicate()
+            if process.returncode:
+                sys.exit(f"the run {variant} compaction failed with exit code {process.returncode}")
+        return outputs
 
 
 def main() -> None:
@@ -29,20 +47,14 @@ def main() -> None:
     arguments = parser.parse_args()
     shared = [part for setting in arguments.sets for part in ("--set", setting)]
     with tempfile.TemporaryDirectory() as scratch:
-        processes = {}
+        commands = {}
         for variant, extra in VARIANTS.items():
             command = [sys.executable, "-m", "bayestrain", "train", arguments.name, "--seed", str(arguments.seed)]
             out = ["--out", str(Path(scratch) / variant), "--json"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            processes[variant] = subprocess.Popen(
-                [*command, *out, *shared, *extra], env=environment, stdout=subprocess.PIPE, text=True
-            )
-        found: dict[str, dict[str, Any]] = {}
-        for variant, process in processes.items():
-            output, _ = process.communicate()
-            if process.returncode:
-                sys.exit(f"the run {variant} compaction failed with exit code {process.returncode}")
-            found[variant] = json.loads(output)
+            commands[variant] = [*command, *out, *shared, *extra]
+        found: dict[str, dict[str, Any]] = {
+            variant: json.loads(output) for variant, output in side_by_side(commands).items()
+        }
         environment_of_run = json.loads((Path(scratch) / "with" / "environment.json").read_text())
     del environment_of_run["command"]  # that of one variant, into a folder that is gone
     keys = ("seconds", "accuracy", "log_likelihood", "params", "ratio", "ranks")

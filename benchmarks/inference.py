@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from record import arguments, claim, write
-from timing import chosen_plan, interleaved, relative_error
+from timing import interleaved, relative_error
 from torch import Tensor, nn
 
 from bayestrain import count_parameters, models
@@ -99,12 +99,12 @@ def error(model: nn.Module, dense: nn.Module, x: Tensor) -> float:
 
 
 def plans(model: nn.Module, x: Tensor) -> dict[str, str]:
-    """The plan that every TT layer takes for this input, where layers can say so."""
+    """The plan that every TT layer takes for this input."""
     found: dict[str, str] = {}
 
     def note(name: str) -> Any:
         def hook(layer: TTLayer, args: tuple[Tensor, ...]) -> None:
-            found[name] = str(chosen_plan(layer, args[0]))
+            found[name] = layer.plan_for(args[0]).name
 
         return hook
 

@@ -10,39 +10,35 @@ each timing outputs and gradients of every plan are compared with the full weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 from record import arguments, claim, write
 from rows import CPU_CONVOLUTIONS, CPU_ROWS, GPU_ROWS, Row, build, call, compare, small
-from timing import autocast, cast, forced, interleaved, plan_names, precision, saves_memory, train_call
+from timing import cast, interleaved, precision, train_call
 from torch import nn
 
 PROCESSES = 5
 """Fresh ones, in which a row is measured on a CPU."""
 
-LOW_MEMORY = "low_memory"
 STEPS = 3
 """Whole training steps whose peak of memory is taken."""
 
 
-def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
+def peak(row: Row, dense: bool, low_memory: bool = False) -> dict[str, int]:
     """Bytes at the peak of some training steps: weights, gradients, Adam's state, input, output and their gradients."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     case = build(row, "cuda")
     module: nn.Module = case.dense if dense else case.layer
-    x, gradient, layer = case.x, case.gradient, case.layer
+    case.layer.low_memory = low_memory
+    x, gradient = case.x, case.gradient
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-6)
-    del case
-    if dense:
-        del layer
+    del case  # and the other layer
     step = train_call(cast(module, row.precision, "cuda"), list(module.parameters()), x, gradient)
-    with thrifty(module, plan), precision(row.precision):
+    with precision(row.precision):
         for _ in range(STEPS):
             torch.cuda.reset_peak_memory_stats()
             step()
@@ -52,57 +48,32 @@ def peak(row: Row, dense: bool, plan: str | None) -> dict[str, int]:
     return {"bytes": highest - before, "bytes_of_input": x.numel() * x.element_size()}
 
 
-@contextmanager
-def thrifty(layer: Any, how: str | None) -> Iterator[None]:
-    """Where a layer can be asked to save memory, it is; else it is told the plan."""
-    if how != LOW_MEMORY:
-        with forced(layer, how):
-            yield
-        return
-    layer.low_memory = True
-    yield
-    layer.low_memory = False
-
-
-def low_memory_plans(row: Row) -> list[str]:
-    """The ways to save memory that the layer has."""
-    case = build(row, "cuda")
-    if hasattr(case.layer, LOW_MEMORY):
-        return [LOW_MEMORY]
-    with autocast(row.precision, "cuda"):
-        return [plan for plan in plan_names(case.layer, case.x) if saves_memory(plan)]
-
-
 def memory(row: Row) -> dict[str, Any]:
-    """Peaks of dense, of our own choice and of each low-memory plan, and how slow the best of those is."""
-    dense, ours = peak(row, True, None), peak(row, False, None)
-    saving = {plan: peak(row, False, plan) for plan in low_memory_plans(row)}
-    found: dict[str, Any] = {
+    """Peaks of dense, of our own choice and of the layer told to save memory, and how slow that is."""
+    dense, ours, saving = peak(row, dense=True), peak(row, dense=False), peak(row, dense=False, low_memory=True)
+    return {
         "title": row.title,
         "dense": dense,
         "ours": ours,
         "low_memory": saving,
         "ratio": ours["bytes"] / dense["bytes"],
         "ratio_without_input": _without_input(ours, dense),
+        "low_memory_ratio": saving["bytes"] / dense["bytes"],
+        "low_memory_ratio_without_input": _without_input(saving, dense),
+        "low_memory_time": low_memory_time(row),
     }
-    if saving:
-        best = min(saving, key=lambda plan: saving[plan]["bytes"])
-        found["low_memory_plan"] = best
-        found["low_memory_ratio"] = saving[best]["bytes"] / dense["bytes"]
-        found["low_memory_ratio_without_input"] = _without_input(saving[best], dense)
-        found["low_memory_time"] = time_of_plan(row, best)
-    return found
 
 
 def _without_input(one: dict[str, int], other: dict[str, int]) -> float:
     return (one["bytes"] - one["bytes_of_input"]) / (other["bytes"] - other["bytes_of_input"])
 
 
-def time_of_plan(row: Row, plan: str) -> dict[str, Any]:
-    """The forced plan against dense."""
+def low_memory_time(row: Row) -> dict[str, Any]:
+    """The layer told to save memory against dense."""
     case = build(row, "cuda")
+    case.layer.low_memory = True
     calls = {name: call(case, module) for name, module in (("dense", case.dense), ("ours", case.layer))}
-    with thrifty(case.layer, plan), precision(row.precision):
+    with precision(row.precision):
         return interleaved(calls, rounds=11, device="cuda")["ours"]
 
 
@@ -145,8 +116,7 @@ def main() -> None:
             found = memory(row)
             memories.append(found)
             claims.append(claim(f"peak memory, {row.title}", found["ratio"], 1.0))
-            if "low_memory_ratio" in found:
-                claims.append(claim(f"peak memory of a low-memory plan, {row.title}", found["low_memory_ratio"], 0.6))
+            claims.append(claim(f"peak memory of a low-memory plan, {row.title}", found["low_memory_ratio"], 0.6))
     write("layers", options, claims, {"rows": measured, "memory": memories})
 
 

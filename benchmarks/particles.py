@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain import models
 from bayestrain.infer.kernels import rbf, squared_distances
+from bayestrain.infer.particles import groups, matrix, parts
 from bayestrain.infer.svgd import stein_direction_
 from bayestrain.posterior import Posterior, independent, retain_freed_memory
 from bayestrain.train.environment import describe_environment
@@ -76,9 +77,14 @@ class Loop:
             for name, gradient in zip(self.named[i], found, strict=True):
                 gradients[name][i] = -NUM_DATA * gradient
         alive = torch.ones(n, dtype=torch.bool, device=x.device)
-        stein_direction_(self.stacked, gradients, *rbf(squared_distances(self.stacked, alive)), alive)
-        for name, tensor in self.stacked.items():
-            tensor.grad = gradients[name] * (-n / NUM_DATA)
+        K, slope = rbf(squared_distances(self.stacked, alive))  # (n, n) each
+        for names in groups(self.stacked):  # small tensors side by side, as `SVGD` has them
+            tensors = [self.stacked[name] for name in names]
+            move = matrix([gradients[name] for name in names])  # (n, columns)
+            stein_direction_(matrix(tensors), move, K, slope, alive)
+            move.mul_(-n / NUM_DATA)
+            for tensor, part in zip(tensors, parts(move, tensors), strict=True):
+                tensor.grad = part
         self.optimizer.step()
         for prior in self.priors:
             prior.step()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from record import arguments, claim, write
 from rows import CPU_ROWS, LARGE, LEARNED, LINEAR, Case, Row, build, call, small
-from timing import autocast, check, check_plans, chosen_plan, interleaved, precision, reference_with_grad
+from timing import autocast, check, check_plans, interleaved, precision, reference_with_grad
 from torch import Tensor, nn
 
 import bayestrain as bt
@@ -113,7 +113,7 @@ def measure(row: Row, peers: dict[str, Any], device: str, rounds: int, at_least:
         errors = {"ours": max(check_plans(case.layer, case.x, case.gradient, row.precision, device).values())}
         errors |= {name: check_peer(case, peer, device) for name, peer in made.items()}
         with autocast(row.precision, device):
-            plan = chosen_plan(case.layer, case.x)
+            plan = case.layer.plan_for(case.x).name
         with precision(row.precision):
             modules = {"ours": case.layer, "dense": case.dense, **made}
             calls = {name: call(case, module) for name, module in modules.items()}

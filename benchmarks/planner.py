@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from record import arguments, claim, write
 from rows import Case, Row, build, call, multiplications
-from timing import check_plans, chosen_plan, measure_rounds, once, plan_names, precision, saves_memory, summarise
+from timing import check_plans, measure_rounds, once, precision, summarise
 from torch import Tensor
 
 OWN = "own choice"
@@ -68,7 +67,7 @@ def grid(device: str, number: dict[str, int] | None = None, seed: int = 0) -> li
 
 def with_plan(case: Case, plan: str) -> Callable[[], Tensor]:
     """The timed call of a twin of the layer that always takes this plan."""
-    twin: Any = copy.deepcopy(case.layer)
+    twin = copy.deepcopy(case.layer)
     twin.force_plan(plan)
     return call(case, twin)
 
@@ -102,8 +101,8 @@ def measure(row: Row, device: str, rounds: int, at_least: float) -> dict[str, An
     """One shape."""
     case = build(row, device)
     with torch.set_grad_enabled(row.training), precision(row.precision):
-        plans = [plan for plan in plan_names(case.layer, case.x) if not saves_memory(plan)]
-        chosen = chosen_plan(case.layer, case.x) or OWN
+        plans = [plan for plan in case.layer.plans(case.x) if not plan.endswith("+recompute")]
+        chosen = case.layer.plan_for(case.x).name
     assert chosen in plans, f"the layer chose {chosen}, which is none of its own plans {plans}"
     with torch.set_grad_enabled(row.training):
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
@@ -127,9 +126,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.set_defaults(rounds=11)
     options = parser.parse_args()
-    case = build(Row(16, 16, 2, 2), options.device)
-    if not plan_names(case.layer, case.x):
-        sys.exit("these layers have no plans to force: planner.py needs layer.plans and layer.force_plan")
     rounds, at_least, number = options.rounds, 2e-3, SHAPES
     if options.quick:
         rounds, at_least, number = 3, 5e-4, {"linear": 4, "conv": 4}

@@ -14,7 +14,6 @@ from timing import (
     cast,
     check,
     check_plans,
-    chosen_plan,
     infer_call,
     interleaved,
     precision,
@@ -159,7 +158,7 @@ def compare(row: Row, device: str, rounds: int, at_least: float = 5e-3) -> dict[
         errors = check_plans(case.layer, case.x, case.gradient, row.precision, device)
         exact = reference_with_grad(case.dense, case.x, case.gradient)
         with precision(row.precision), autocast(row.precision, device):
-            plan = chosen_plan(case.layer, case.x)
+            plan = case.layer.plan_for(case.x).name
         with precision(row.precision):
             dense_error = check(case.dense, case.x, case.gradient, row.precision, device, exact)
             calls = {name: call(case, module) for name, module in modules.items()}

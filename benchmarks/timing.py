@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayestrain.layers import TTLayer
+
 Forward = Callable[[Tensor], Tensor]
 
 TOLERANCE = {"float32": 1e-4, "tf32": 2e-2, "bf16": 5e-2, "float64": 1e-10}
@@ -140,27 +142,9 @@ def cast(layer: Forward, kind: str, device: str) -> Forward:
     return forward
 
 
-def plan_names(layer: Any, x: Tensor) -> list[str]:
-    """The plans that the layer could take now; none for a layer without."""
-    return [str(getattr(plan, "name", plan)) for plan in layer.plans(x)] if hasattr(layer, "plans") else []
-
-
-def chosen_plan(layer: Any, x: Tensor) -> str | None:
-    """The plan that the layer takes by itself."""
-    return str(layer.plan_for(x).name) if hasattr(layer, "plan_for") else None
-
-
-def saves_memory(plan: str) -> bool:
-    """Whether a plan is one that trades time for memory."""
-    return plan.endswith(("low-memory", "recompute"))
-
-
 @contextmanager
-def forced(layer: Any, plan: str | None) -> Iterator[None]:
-    """The layer takes this plan, whatever it would choose."""
-    if plan is None:
-        yield
-        return
+def forced(layer: TTLayer, plan: str | None) -> Iterator[None]:
+    """The layer takes this plan, whatever it would choose; with None its own choice."""
     layer.force_plan(plan)
     try:
         yield
@@ -233,12 +217,12 @@ def check(layer: nn.Module, x: Tensor, gradient: Tensor, kind: str, device: str,
     return errors[worst]
 
 
-def check_plans(layer: nn.Module, x: Tensor, gradient: Tensor, kind: str, device: str) -> dict[str, float]:
+def check_plans(layer: TTLayer, x: Tensor, gradient: Tensor, kind: str, device: str) -> dict[str, float]:
     """`check` for the layer's own choice and for every plan it could take."""
     exact = reference_with_grad(layer, x, gradient)
     errors = {}
     with autocast(kind, device):
-        plans = plan_names(layer, x)
+        plans = layer.plans(x)
     for plan in [None, *plans]:
         with forced(layer, plan), precision(kind):
             errors[plan or "own choice"] = check(layer, x, gradient, kind, device, exact)

@@ -109,7 +109,6 @@ def test_the_planner_grid_has_200_shapes_that_are_always_the_same() -> None:
     assert len(grid("cuda")) == 200
 
 
-@pytest.mark.skipif(not hasattr(bt.TTLinear, "force_plan"), reason="layers without plans")
 def test_every_plan_of_a_shape_is_timed() -> None:
     from planner import measure
     from rows import Row
@@ -132,6 +131,42 @@ def test_compacted_networks_are_small_enough_and_have_dense_twins(number: int) -
     assert not bt.ranks(dense)
     assert bt.count_parameters(dense) / bt.count_parameters(small) >= network.ratio
     assert error(small.eval(), dense.eval(), torch.randn(2, *network.shape)) < 1e-5
+
+
+def test_a_step_of_all_particles_is_that_of_a_loop_over_networks() -> None:
+    from particles import compare
+
+    found = compare(3, rank=4, size=16, device="cpu", repeats=1)
+    assert found["particles"] == 3
+    assert found["largest_difference_float64"] < 1e-10
+    assert min(found["seconds"], found["seconds_loop"], found["times_faster"]) > 0
+
+
+def test_a_loop_that_steps_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import particles
+
+    monkeypatch.setattr(particles, "stein_direction_", lambda *_: None)  # particles that do not know of each other
+    with pytest.raises(AssertionError, match="the two ways differ by"):
+        particles.compare(2, rank=4, size=16, device="cpu", repeats=1)
+
+
+def test_a_run_that_fails_does_not_leave_the_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compaction import side_by_side
+
+    started: list[subprocess.Popen[str]] = []
+
+    class Seen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Seen)
+    works = [sys.executable, "-c", "print('trained')"]
+    assert side_by_side({"with": works, "without": works}) == {"with": "trained\n", "without": "trained\n"}
+    fails, lasts = ([sys.executable, "-c", text] for text in ("raise SystemExit(3)", "import time; time.sleep(60)"))
+    with pytest.raises(SystemExit, match="the run with compaction failed with exit code 3"):
+        side_by_side({"with": fails, "without": lasts})
+    assert [process.returncode for process in started] == [0, 0, 3, -9]
 
 
 def read(results: Path, name: str) -> dict[str, Any]:

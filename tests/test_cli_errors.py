@@ -105,6 +105,13 @@ def test_bad_settings() -> None:
     assert not Path("runs").exists()
 
 
+def test_options_of_plans_without_plan() -> None:
+    for option, words in (("--batch", ["--batch", "1"]), ("--training", ["--training"])):
+        message = f"bayestrain: {option} is about the plans that --plan shows. Add --plan, or leave {option} out."
+        assert refused("inspect", "run", *words) == message
+        assert refused("inspect", "run", "--json", *words) == message
+
+
 def test_what_was_noted_on_an_error_is_told() -> None:
     assert "This happened at layer '1'" in refused("train", "--set", "tensorize.modes.1=[[2,3],[4,5]]")
 

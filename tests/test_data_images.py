@@ -32,6 +32,18 @@ def test_mnist_mini_is_balanced_and_normalised_by_its_own_moments(digits: data.S
     assert abs(images.std() - 1) < 5e-4
 
 
+def test_channels_are_normalised_each_by_its_own_numbers_in_the_images_precision() -> None:
+    mean, std = (0.1, 0.2, 0.3), (0.5, 1.5, 3.0)
+    normalize = data.normalizer(mean, std)
+    images = torch.rand(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([(images[:, c] - mean[c]) / std[c] for c in range(3)], dim=1)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-15), (torch.float32, 1e-6)):
+        found = normalize(images.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+        assert torch.equal(normalize(images[0].to(dtype)), found[0])
+
+
 def test_an_item_is_a_float_image_and_an_int_label(digits: data.Splits) -> None:
     image, label = digits.train[3]
     assert image.dtype == torch.float32

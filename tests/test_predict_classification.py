@@ -131,6 +131,7 @@ def test_likelihoods_are_plain_sums() -> None:
     each = p[:, np.arange(7), labels]
     assert PREDICTION.log_likelihood(LABELS) == pytest.approx(np.log(each.mean(0)).mean())
     assert PREDICTION.mean_log_likelihood(LABELS) == pytest.approx(np.log(each).mean())
+    assert PREDICTION.particle_log_likelihood(LABELS).tolist() == pytest.approx(np.log(each).mean(1).tolist())
     assert PREDICTION.mean_log_likelihood(LABELS) < PREDICTION.log_likelihood(LABELS)
 
 

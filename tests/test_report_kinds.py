@@ -187,7 +187,7 @@ def test_a_search_that_ended_at_its_target_is_described(runs: dict[str, Path], t
 
 @pytest.mark.parametrize("tol", [1e-5, 0.01, 0.4, 0.9])
 def test_the_tolerance_used_is_always_among_those_looked_at(tol: float) -> None:
-    looked_at = tolerances(Spectra(tol, {"a": [[1.0, 0.5]]}, {"a": (1,)}))
+    looked_at = tolerances(Spectra(tol, {"a": [[1.0, 0.5]]}, {"a": (1,)}, {"a": [[]]}))
     assert looked_at[0] < tol < looked_at[-1] <= 1.0
 
 

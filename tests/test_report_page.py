@@ -250,7 +250,9 @@ def test_ranks_at_a_tolerance_are_those_of_rounding(tol: float) -> None:
     signal = _random((3, 2, 4))
     noise = [core * 0.2 for core in _random((6, 6, 6))]
     cores = tt.subtract(signal, noise)
-    spectra = Spectra(tol, {"a": [s.tolist() for s in tt.bond_spectra(cores)]}, {"a": ()})
+    spectra = Spectra(
+        tol, {"a": [s.tolist() for s in tt.bond_spectra(cores)]}, {"a": ()}, {"a": [[] for _ in cores[1:]]}
+    )
     assert ranks_at(spectra, "a", tol) == tt.ranks(tt.round_cores(cores, tol))[1:-1]
 
 
@@ -276,11 +278,11 @@ def test_parameters_are_counted_as_the_layers_count(trained: Path, tmp_path: Pat
 
 
 def test_a_spectral_gap_is_a_plateau() -> None:
-    spectra = Spectra(0.01, {"a": [[1.0, 0.9, 1e-3]]}, {"a": (2,)})
+    spectra = Spectra(0.01, {"a": [[1.0, 0.9, 1e-3]]}, {"a": (2,)}, {"a": [[]]})
     low, high = plateau(spectra) or (0.0, 0.0)
     assert low < 2e-3
     assert high > 0.4
-    assert plateau(Spectra(0.01, {"a": [list(np.geomspace(1, 1e-5, 200))]}, {"a": (80,)})) is None
+    assert plateau(Spectra(0.01, {"a": [list(np.geomspace(1, 1e-5, 200))]}, {"a": (80,)}, {"a": [[]]})) is None
 
 
 def test_reliability_bins_against_a_plain_loop() -> None:

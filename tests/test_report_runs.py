@@ -90,6 +90,7 @@ def train_run(folder: Path, *, epochs: int = 2, seed: int = 0, images: int = 400
     bt.compact_(model, tol=0.01)
     for name, layer in tt_layers(model).items():
         spectra["layers"][name]["cut"] = list(layer.ranks)[1:-1]
+        spectra["layers"][name]["earlier"] = [[] for _ in layer.ranks[1:-1]]
     history.append({**record(epochs + 1, None, accuracy(train)), "phase": "finetune", "lambdas": {}})
     return _write(folder, model, digits, history, spectra, dense_params, dense_layers, start, max_ranks, seed)
 
@@ -185,7 +186,8 @@ def deep_run(folder: Path, *, layers: int = 71, epochs: int = 60, seed: int = 0)
     spectra = {
         name: {"bonds": [np.sort(np.where(np.arange(cap) < rank, rng.uniform(0.1, 1, cap),
                                           10 ** rng.uniform(-6, -2.6, cap)))[::-1].tolist()
-                         for cap, rank in zip(caps[name], final[name], strict=True)], "cut": final[name]}
+                         for cap, rank in zip(caps[name], final[name], strict=True)],
+               "cut": final[name], "earlier": [[] for _ in final[name]]}
         for name in names
     }  # fmt: skip
     dense_params = 1_742_762
@@ -204,7 +206,7 @@ def deep_run(folder: Path, *, layers: int = 71, epochs: int = 60, seed: int = 0)
         spectra={"tol": 0.01, "layers": spectra},
         model={
             "classes": ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
-            "layers": {name: {"kind": "conv2d", "in_modes": modes[w], "out_modes": modes[w]}
+            "layers": {name: {"kind": "conv2d", "kernel_size": [3, 3], "in_modes": modes[w], "out_modes": modes[w]}
                        for name, w in zip(names, widths, strict=True)},
         },
         evaluation={
@@ -308,6 +310,12 @@ def test_an_epoch_written_again_after_resuming_counts_once(trained: Path, tmp_pa
             "spectra.json",
             '{"tol": 0.1, "layers": {"1": {"bonds": [[]], "cut": [1]}}}',
             "a bond without singular values",
+        ),
+        ("spectra.json", '{"tol": 0.1, "layers": {"1": {"bonds": [[1.0]], "cut": [1]}}}', r"malformed .*'earlier'"),
+        (
+            "model.json",
+            '{"layers": {"1": {"kind": "conv2d", "in_modes": [784], "out_modes": [300]}}}',
+            r"""malformed, or "layers" of model\.json .*'kernel_size'""",
         ),
         ("evaluation.safetensors", "no", r"evaluation\.safetensors is damaged or malformed"),
         ("config.toml", "a =", r"config\.toml cannot be read: Invalid value \(at"),

@@ -11,7 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
 from bayestrain.layers import TTConv2d, TTLinear
 from bayestrain.layers.start import INITS
-from bayestrain.tables import text_table
+from bayestrain.tables import text_table, times
 
 FilterFn = Callable[[nn.Module, str], bool]
 LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -91,7 +91,7 @@ class TensorizeReport:
 
     def __str__(self) -> str:
         rows = [
-            [row.name, row.kind, _times(row.shape), _times(row.in_modes), _times(row.out_modes),
+            [row.name, row.kind, times(row.shape), times(row.in_modes), times(row.out_modes),
              " ".join(map(str, row.ranks)), f"{row.dense_parameters:,}", f"{row.parameters:,}"]
             for row in self.layers
         ]  # fmt: skip
@@ -236,7 +236,3 @@ def _convert(module: nn.Linear | nn.Conv2d, name: str, config: TensorizeConfig) 
     except BayesTrainError as error:
         error.add_note(f"This happened at layer {name!r} of the model; nothing was converted.")
         raise
-
-
-def _times(sizes: tuple[int, ...]) -> str:
-    return "x".join(map(str, sizes))

@@ -91,12 +91,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """A plan with its predicted seconds, multiply-adds, bytes moved, and bytes saved for the backward pass."""
+    """A plan with its predicted seconds, multiply-adds, and bytes saved for the backward pass."""
 
     plan: Plan
     seconds: float
     operations: float
-    moved: float
     saved: float
 
 
@@ -118,7 +117,7 @@ class _Tally:
 
     def __init__(self, machine: Machine, itemsize: int) -> None:
         self.machine, self.itemsize = machine, itemsize
-        self.seconds = self.operations = self.moved = 0.0
+        self.seconds = self.operations = 0.0
 
     def product(self, batch: int, n: int, k: int, columns: int, times: float = 1.0) -> None:
         """`times` products of ``(n, k)`` with ``(k, columns)``, for each of `batch` slices."""
@@ -131,13 +130,11 @@ class _Tally:
             machine.launch + machine.slice * slices + max(operations / (machine.rate * share), moved / machine.reading)
         )
         self.operations += times * operations / 2
-        self.moved += times * moved
 
     def copy(self, numbers: float, times: float = 1.0) -> None:
         """`times` copies, or sums, of so many numbers."""
         moved = 2 * self.itemsize * numbers
         self.seconds += times * (self.machine.launch + moved / self.machine.bandwidth)
-        self.moved += times * moved
 
 
 @dataclass(frozen=True)
@@ -188,9 +185,7 @@ def _linear_costs(shape: TrainShape, task: Task, machine: Machine) -> Iterator[C
         again.copy(task.rows * math.prod(shape.ins), DENSE_BLOCKS)
         rows = math.prod(shape.outs[: middle(shape)])
         plan = Plan("dense", cuts=(middle(shape),), recompute=True, block=max(1, rows // DENSE_BLOCKS))
-        yield Cost(
-            plan, dense.seconds + again.seconds, dense.operations + again.operations, dense.moved + again.moved, 0.0
-        )
+        yield Cost(plan, dense.seconds + again.seconds, dense.operations + again.operations, 0.0)
     cuts = chain.from_iterable(combinations(range(1, d), count) for count in range(1, d))
     few = dict.fromkeys([*islice(cuts, MAX_CUTS), tuple(range(1, d))])
     for side in ("left", "right"):
@@ -214,7 +209,7 @@ def _dense_cost(shape: TrainShape, task: Task, machine: Machine) -> Cost:
         shape.form(tally, 0, len(shape.outs), passes)
     tally.product(1, outputs, inputs, task.rows, passes)
     saved = task.itemsize * outputs * inputs if task.training else 0.0
-    return Cost(Plan("dense"), tally.seconds, tally.operations, tally.moved, saved)
+    return Cost(Plan("dense"), tally.seconds, tally.operations, saved)
 
 
 def _chain_cost(
@@ -252,7 +247,7 @@ def _chain_cost(
     saved = sum(states[1:]) + (inputs if side == "left" and last else 0)
     saved_bytes = 0.0 if recompute or not task.training else float(saved * task.rows * task.itemsize)
     plan = Plan("chain", side, cuts, recompute, block, last)
-    return Cost(plan, tally.seconds, tally.operations, tally.moved, saved_bytes)
+    return Cost(plan, tally.seconds, tally.operations, saved_bytes)
 
 
 def _block(state: int, task: Task, machine: Machine, recompute: bool) -> int:
@@ -285,7 +280,7 @@ def dense_cost(outputs: int, inputs: int, task: Task, machine: Machine, conv: bo
     """What the dense layer itself would cost: a product, or a convolution with `inputs` taps in all."""
     tally = _Tally(_convolving(machine) if conv else machine, task.itemsize)
     tally.product(1, _blocks_of(machine, outputs) if conv else outputs, inputs, task.rows, 3 if task.training else 1)
-    return Cost(Plan("dense layer"), tally.seconds, tally.operations, tally.moved, 0.0)
+    return Cost(Plan("dense layer"), tally.seconds, tally.operations, 0.0)
 
 
 @dataclass(frozen=True)
@@ -338,7 +333,7 @@ def conv_costs(shape: ConvShape, task: Task, machine: Machine) -> list[Cost]:
         found.append(
             Cost(
                 Plan(kind), tally.seconds + forming.seconds, tally.operations + forming.operations,
-                tally.moved + forming.moved, float(saved if task.training else 0),
+                float(saved if task.training else 0),
             )
         )  # fmt: skip
     return sorted(found, key=lambda cost: cost.seconds)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bayestrain.layers import TTLayer
 from bayestrain.layers.evaluation import evaluating
 from bayestrain.sizes import tt_layers
-from bayestrain.tables import text_table
+from bayestrain.tables import text_table, times
 
 SLOWER = 1.05
 """Predicted times within this factor of the dense layer's count as equal: the prediction is no better."""
@@ -25,8 +25,6 @@ class PlannedLayer:
     operations: float
     dense_seconds: float
     dense_operations: float
-    alternatives: tuple[tuple[str, float], ...]
-    """All plans with their predicted seconds, fastest first."""
 
     @property
     def ratio(self) -> float:
@@ -68,7 +66,7 @@ class PlanReport:
         if not self.layers:
             return self.verdict()
         rows = [
-            [row.name, "x".join(map(str, row.input_shape)), row.plan, f"{row.dense_operations / row.operations:.2f}x",
+            [row.name, times(row.input_shape), row.plan, f"{row.dense_operations / row.operations:.2f}x",
              f"{row.seconds * 1e6:,.0f}", f"{row.dense_seconds * 1e6:,.0f}", f"{row.ratio:.2f}"]
             for row in self.layers
         ]  # fmt: skip
@@ -89,13 +87,8 @@ def plan_report(model: nn.Module, x: Tensor, training: bool = False) -> PlanRepo
         (x,) = (*inputs, *named.values())
         costs, chosen, dense = layer.plan_costs(x), layer.plan_for(x), layer.dense_cost(x)
         cost = next(cost for cost in costs if cost.plan == chosen)
-        others = tuple((cost.plan.name, cost.seconds) for cost in costs)
-        rows.append(
-            PlannedLayer(
-                names[layer], tuple(x.shape), chosen.name, cost.seconds, cost.operations, dense.seconds,
-                dense.operations, others,
-            )
-        )  # fmt: skip
+        figures = (cost.seconds, cost.operations, dense.seconds, dense.operations)
+        rows.append(PlannedLayer(names[layer], tuple(x.shape), chosen.name, *figures))
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in names]
     try:

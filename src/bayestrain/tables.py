@@ -1,4 +1,4 @@
-"""Plain-text tables, so that every report reads well when printed."""
+"""Plain-text tables and sizes, so that every report reads well when printed."""
 
 from collections.abc import Sequence
 
@@ -16,3 +16,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left_column
 
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+def times(sizes: Sequence[int]) -> str:
+    """(28, 28) -> "28x28"."""
+    return "x".join(map(str, sizes))

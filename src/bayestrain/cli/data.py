@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from bayestrain.cli.screen import HELP, print_json, times
+from bayestrain.cli.screen import HELP, print_json
 from bayestrain.cli.view import shown_progress
-from bayestrain.tables import text_table
+from bayestrain.tables import text_table, times
 
 data_app = typer.Typer(no_args_is_help=True, help="List the data sets, or fetch one.", context_settings=HELP)
 

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bayestrain.cli.screen import existing, inner, print_json, times
+from bayestrain.cli.screen import existing, inner, print_json
 from bayestrain.errors import ConfigError
-from bayestrain.tables import text_table
+from bayestrain.tables import text_table, times
+
+BATCH = 128
+"""Images that plans are shown for unless --batch says otherwise."""
 
 
 def inspect(
@@ -18,7 +21,9 @@ def inspect(
     plan: Annotated[
         bool, typer.Option("--plan", help="Show how every layer runs here, and how fast beside a dense one.")
     ] = False,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: images at a time.")] = 128,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help=f"With --plan: images at a time; {BATCH} if left out.")
+    ] = None,
     training: Annotated[
         bool, typer.Option("--training", help="With --plan: a training step instead of a forward pass.")
     ] = False,
@@ -35,12 +40,15 @@ def inspect(
 
     if as_json and plan:
         raise ConfigError("--json prints model.json, which holds no plans. Leave one of --json and --plan out.")
+    if not plan and (batch is not None or training):
+        option = "--training" if batch is None else "--batch"
+        raise ConfigError(f"{option} is about the plans that --plan shows. Add --plan, or leave {option} out.")
     description = read_description(existing(file))[1]
     if as_json:
         print_json(description)
         return
     if plan:
-        print(_plan_table(file, description, batch, training))
+        print(_plan_table(file, description, BATCH if batch is None else batch, training))
         return
     require(description, "params", "dense_params")
     print(rank_table(description))

@@ -36,7 +36,7 @@ class LiveView:
         self.total_epochs = self.steps_per_epoch = self.dense_params = 1
         self.epochs_done = self.steps_done = self.epochs_before = 0
         self.began = time.monotonic()
-        self.loss = self.accuracy = self.validation = self.lr = float("nan")
+        self.loss = self.accuracy = self.validation = float("nan")
         self.ranks_at_start: Mapping[str, list[int]] = first["ranks"] if first else {}
         self.params_at_start: int = first["params"] if first else 0
         self.ranks, self.params = self.ranks_at_start, self.params_at_start
@@ -67,8 +67,7 @@ class LiveView:
             self.ranks_at_start, self.params_at_start, self.finetuning = {}, 0, False
         self.live.start()
 
-    def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:
-        self.lr = lr
+    def step(self, epoch: int, step: int, loss: float, accuracy: float, lr: float) -> None:  # noqa: ARG002
         if not self.steps_done and not self.epochs_done:
             self.epochs_done = self.epochs_before = epoch - 1  # more than 0 when resumed
         self.steps_done, self.loss, self.accuracy = step, loss, accuracy

@@ -69,11 +69,12 @@ def predicted(run: Path, description: dict[str, Any], pictures: list[Picture]) -
     """What the network, or all particles, say of the pictures."""
     import torch
 
+    from bayestrain.data import normalizer
     from bayestrain.predict import ClassPrediction
     from bayestrain.saved import load_model, load_posterior
 
-    mean, std = (torch.tensor(description[key])[:, None, None] for key in ("mean", "std"))
-    x = torch.stack([(torch.from_numpy(picture.pixels).float() / 255 - mean) / std for picture in pictures])
+    pixels = torch.stack([torch.from_numpy(picture.pixels) for picture in pictures])
+    x = normalizer(description["mean"], description["std"])(pixels.float() / 255)
     if "particles" in description:
         found = load_posterior(run).predict(x)
         assert isinstance(found, ClassPrediction)

@@ -65,10 +65,6 @@ def inner(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks[1:-1])) or "-"
 
 
-def times(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes))
-
-
 def closing_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a finished run is about, as (word, value)."""
     posterior = result.get("posterior") or {}

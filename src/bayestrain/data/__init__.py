@@ -1,11 +1,12 @@
 """Data sets: `load` gives one by name, `get` only fetches it, `catalog` lists them.
 
-`Images` and `Splits` are what `load` returns; `pad_crop`, `shift`, `flip` and `cutout` augment whole batches.
+`Images` and `Splits` are what `load` returns; `pad_crop`, `shift`, `flip` and `cutout` augment whole batches;
+`normalizer` shifts and scales them.
 """
 
 from bayestrain.data.augment import cutout, flip, pad_crop, shift
 from bayestrain.data.fetch import Entry, Found, cache_folder, catalog, get
-from bayestrain.data.images import Images, Splits
+from bayestrain.data.images import Images, Splits, normalizer
 from bayestrain.data.loading import load
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "flip",
     "get",
     "load",
+    "normalizer",
     "pad_crop",
     "shift",
 ]

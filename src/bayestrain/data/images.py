@@ -131,6 +131,22 @@ class Images(Dataset[tuple[Tensor, int]]):
             yield from zip(images.split(batch_size), labels.split(batch_size), strict=True)
 
 
+def normalizer(mean: Sequence[float], std: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    """``(images - mean) / std`` per channel, for a float batch (N, C, H, W) or one image (C, H, W).
+
+    The numbers move to the images' device once, since that makes the processor wait for it.
+    """
+    numbers = torch.empty(0)
+
+    def normalize(images: Tensor) -> Tensor:
+        nonlocal numbers
+        if not len(numbers) or (numbers.dtype, numbers.device) != (images.dtype, images.device):
+            numbers = torch.tensor([list(mean), list(std)], dtype=images.dtype, device=images.device)[..., None, None]
+        return (images - numbers[0]) / numbers[1]
+
+    return normalize
+
+
 @dataclass(frozen=True)
 class Splits:
     """A data set as `load` returns it.
@@ -149,6 +165,4 @@ class Splits:
 
     def normalize(self, images: Tensor) -> Tensor:
         """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
-        mean = torch.tensor(self.mean, dtype=images.dtype, device=images.device)[:, None, None]
-        std = torch.tensor(self.std, dtype=images.dtype, device=images.device)[:, None, None]
-        return (images - mean) / std
+        return normalizer(self.mean, self.std)(images)

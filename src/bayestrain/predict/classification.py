@@ -151,10 +151,14 @@ class ClassPrediction:
 
     def mean_log_likelihood(self, labels: Tensor) -> float:
         """Mean over the particles of each one's log likelihood (the paper's figure); never above the mixture's."""
+        return float(self.particle_log_likelihood(labels).mean())
+
+    def particle_log_likelihood(self, labels: Tensor) -> Tensor:
+        """Each particle's own log likelihood, mean over the data: (n,), in double precision."""
         n, number, _ = self.particle_probabilities.shape
         labels = checked_labels(labels, self.particle_probabilities)
         of_label = self.particle_probabilities.gather(2, labels.expand(n, number)[..., None])
-        return float(of_label.double().clamp_min(LEAST).log().mean())
+        return of_label.double().clamp_min(LEAST).log().mean((1, 2))
 
     def metrics(self, labels: Tensor) -> dict[str, float]:
         """Accuracy, both log likelihoods, expected calibration error and Brier score."""

@@ -142,17 +142,19 @@ def _layers(result: Json | None, history: tuple[Epoch, ...], model: Json, path: 
             ranks = _inner(all_ranks[name]) if name in all_ranks else ()
             maximum = _inner(all_max[name]) if len(all_max.get(name, ())) == len(ranks) + 2 else ranks
             dense = whole(count, "dense")
-            sizes, modes = _core_sizes(about, dense) if len(ranks) else ((), "")
+            sizes, modes = _core_sizes(about) if len(ranks) else ((), "")
             fitting = sizes if len(sizes) == len(ranks) + 1 else ()
             layers.append(
                 Layer(name, ranks, maximum, dense, whole(count, "start"), whole(count, "now"), fitting, modes)
             )
         return tuple(layers)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ReportError(f'{path}: "ranks", "max_ranks" or "layer_params" is malformed ({error}).') from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(
+            f'{path}: "ranks", "max_ranks" or "layer_params" is malformed, or "layers" of model.json ({error!r}).'
+        ) from error
 
 
-def _core_sizes(about: Json, dense: int | None) -> tuple[tuple[int, ...], str]:
+def _core_sizes(about: Json) -> tuple[tuple[int, ...], str]:
     """Sizes of a layer's cores without their ranks, and its modes in words, from ``model.json``."""
     ins, outs = tuple(about.get("in_modes", ())), tuple(about.get("out_modes", ()))
     if not ins or not outs:
@@ -160,10 +162,7 @@ def _core_sizes(about: Json, dense: int | None) -> tuple[tuple[int, ...], str]:
     modes = f"{'·'.join(map(str, ins))} → {'·'.join(map(str, outs))}"
     if about.get("kind") == "linear":
         return (tuple(i * o for i, o in zip(ins, outs, strict=True)) if len(ins) == len(outs) else ()), modes
-    channels = math.prod(ins) * math.prod(outs)
-    kernel = about.get("kernel_size")
-    taps = math.prod(kernel) if kernel else (dense or 0) // channels  # the bias is less than one kernel's tap
-    return (taps, *ins, *outs), modes
+    return (math.prod(about["kernel_size"]), *ins, *outs), modes
 
 
 def _spectra(path: Path) -> Spectra | None:
@@ -171,18 +170,17 @@ def _spectra(path: Path) -> Spectra | None:
     if content is None:
         return None
     if not content:  # the ranks were given, nothing was cut
-        return Spectra(0.0, {}, {})
+        return Spectra(0.0, {}, {}, {})
     try:
         layers = content["layers"]
         bonds = {name: [[float(v) for v in bond] for bond in about["bonds"]] for name, about in layers.items()}
         cut = {name: tuple(int(rank) for rank in about["cut"]) for name, about in layers.items()}
-        cut = {name: ranks[1:-1] if len(ranks) == len(bonds[name]) + 2 else ranks for name, ranks in cut.items()}
         for name, ranks in cut.items():
             if not all(bonds[name]):
                 raise ValueError(f"layer {name!r} has a bond without singular values")
             if len(ranks) != len(bonds[name]):
                 raise ValueError(f"layer {name!r} has {len(bonds[name])} bonds but {len(ranks)} ranks")
-        earlier = {name: about["earlier"] for name, about in layers.items() if "earlier" in about}
+        earlier = {name: about["earlier"] for name, about in layers.items()}
         return Spectra(float(content["tol"]), bonds, cut, earlier)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(

@@ -64,15 +64,13 @@ class Spectra:
     tol: float
     bonds: dict[str, list[list[float]]]
     cut: dict[str, tuple[int, ...]]
-    earlier: dict[str, list[list[float]]] = field(default_factory=dict)
+    earlier: dict[str, list[list[float]]]
 
     def all_values(self, name: str) -> list[list[float]]:
         """A layer's singular values per bond, those that training cut on the way at the end."""
-        bonds = self.bonds[name]
-        earlier = self.earlier.get(name) or [[] for _ in bonds]
         return [
             values + [share * values[0] for share in sorted(cut, reverse=True)]
-            for values, cut in zip(bonds, earlier, strict=True)
+            for values, cut in zip(self.bonds[name], self.earlier[name], strict=True)
         ]
 
 

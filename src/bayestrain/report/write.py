@@ -1,11 +1,11 @@
 """`write_report`: from one or several run folders to one HTML file."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from bayestrain.errors import ReportError
+from bayestrain.files import write_atomically
 from bayestrain.report.compare import comparison_page
 from bayestrain.report.load import load_run
 from bayestrain.report.page import run_page
@@ -31,13 +31,9 @@ def write_report(run: Path | Sequence[Path], out: Path | None = None) -> Path:
         raise ReportError(f"{target} is a folder. Name the HTML file to write, for example {target / 'report.html'}.")
     runs = [load_run(folder) for folder in folders]
     html = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs, target.parent)
-    partial = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(html, encoding="utf-8")
-        partial.replace(target)
+        write_atomically(target, html)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ReportError(f"{target} cannot be written: {error.strerror}. Choose another place with --out.") from error
     return target

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from bayestrain.errors import ConfigError
+from bayestrain.tables import times
 from bayestrain.train.settings import LayerModes, Rule, checked, setting, shown, suggestion
 
 PRESETS = ("default", "paper")
@@ -198,8 +199,8 @@ class RunConfig:
         if takes != gets:
             fitting = " or ".join(shown(name) for name, shape in IMAGES.items() if shape == takes)
             raise ConfigError(
-                f"experiment.model {shown(self.experiment.model)} takes {_times(takes)} images, but those of data.name "
-                f"{shown(self.data.name)} are {_times(gets)}. Use {fitting}."
+                f"experiment.model {shown(self.experiment.model)} takes {times(takes)} images, but those of data.name "
+                f"{shown(self.data.name)} are {times(gets)}. Use {fitting}."
             )
         if self.fit.target_ratio and (self.experiment.kind != "low-rank" or self.fit.rule != "rounding"):
             raise ConfigError(
@@ -234,8 +235,8 @@ class RunConfig:
             )
         if outside in IMAGES and IMAGES[outside] != takes:
             raise ConfigError(
-                f"posterior.outside {shown(outside)} has {_times(IMAGES[outside])} images, but the network takes "
-                f'{_times(takes)}. Use "patches", which are made from the test images, or "none".'
+                f"posterior.outside {shown(outside)} has {times(IMAGES[outside])} images, but the network takes "
+                f'{times(takes)}. Use "patches", which are made from the test images, or "none".'
             )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -343,7 +344,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))

@@ -79,14 +79,13 @@ def posterior_scores(config: RunConfig, evaluation: Evaluation, map_folder: Path
     if not isinstance(evaluation.network, ParticleModel):
         return {"method": "map", "particles": 1, **found} if evaluation.beyond is not None else None
     each = prediction.particle_probabilities
-    of_label = each.gather(2, labels.expand(len(each), -1)[..., None]).clamp_min(1e-300)
     return {
         "method": config.posterior.method,
         "particles": len(each),
         "start": config.posterior.start,
         "mean_log_likelihood": prediction.mean_log_likelihood(labels),
         "particle_accuracy": (each.argmax(2) == labels).double().mean(1).tolist(),
-        "particle_log_likelihood": of_label.log().mean((1, 2)).tolist(),
+        "particle_log_likelihood": prediction.particle_log_likelihood(labels).tolist(),
         **found,
         "map": _map_figures(map_folder),
     }

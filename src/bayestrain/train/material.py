@@ -61,19 +61,16 @@ def outside_images(name: str, splits: Splits, seed: int) -> Images | None:
 
 def augmentation(config: DataConfig, splits: Splits) -> Callable[[Tensor, torch.Generator], Tensor]:
     """What happens to a training batch on the device: crop, shift, flip, normalisation, cutout."""
-
-    mean, std = (torch.tensor(values)[:, None, None] for values in (splits.mean, splits.std))
+    normalize = data.normalizer(splits.mean, splits.std)
 
     def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-        nonlocal mean, std
         if config.pad_crop:
             images = data.pad_crop(images, config.pad_crop, generator)
         if config.shift:
             images = data.shift(images, config.shift, generator)
         if config.flip:
             images = data.flip(images, generator)
-        mean, std = mean.to(images), std.to(images)  # moved to the device once, which makes the processor wait for it
-        images = (images - mean) / std
+        images = normalize(images)
         return data.cutout(images, config.cutout, generator) if config.cutout else images
 
     return augment

@@ -1,4 +1,4 @@
-"""Marks that several figures share: heat maps, end labels, the fine-tuning phase."""
+"""Marks that several figures share: heat maps, end labels, epochs and the fine-tuning phase, axes."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from bayestrain.report.palette import LIGHT
-from bayestrain.report.run import Layer
+from bayestrain.report.run import Layer, Run
 from bayestrain.report.words import power, short_count, short_name
 
 LEVELS = 12
@@ -99,6 +99,13 @@ def finetune(axes: Axes, start: int | None, label: bool = True) -> None:
     if label:
         axes.text(end, 1.01, "fine-tune", transform=axes.get_xaxis_transform(), ha="right", va="bottom",
                   fontsize=8.5, color=LIGHT["muted"])  # fmt: skip
+
+
+def epoch_axis(axes: Axes, run: Run, last: int | None = None) -> None:
+    """The epochs of a run from left to right, up to `last` where it is given."""
+    axes.set_xlim(run.history[0].epoch, max(last or run.history[-1].epoch, run.history[0].epoch + 1))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("epoch")
 
 
 def log_counts(axes: Axes, which: str) -> None:

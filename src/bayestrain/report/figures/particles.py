@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from bayestrain.report.figures.marks import end_labels, finetune, stacked_height
+from bayestrain.report.figures.marks import end_labels, epoch_axis, finetune, stacked_height
 from bayestrain.report.palette import LIGHT
 from bayestrain.report.run import Run
 from bayestrain.report.svg import Plot, drawing, inline, tip
@@ -115,7 +115,7 @@ def gain_plot(run: Run) -> list[Plot]:
         axes.fill_between(epochs, alone, together, color=LIGHT["kept"], alpha=0.12, linewidth=0)
         axes.plot(epochs, alone, color=LIGHT["muted"], linestyle=DASHED, linewidth=1.4)
         axes.plot(epochs, together, color=LIGHT["kept"])
-        _epochs(axes, run)
+        epoch_axis(axes, run)
         axes.yaxis.set_major_formatter(FuncFormatter(short))
         axes.set_ylabel("log likelihood per image")
         finetune(axes, run.finetune_start)
@@ -149,11 +149,7 @@ FIGURES = (
         "How far they lie apart",
         "Disagreement: how often a particle’s answer to a validation image is not that of all together. Bandwidth: the "
         "squared distance at which particles count as neighbours.",
-        {
-            "disagreement": "disagreement",
-            "bandwidth": "kernel bandwidth",
-            "ksd": "Stein discrepancy",
-        },
+        {"disagreement": "disagreement", "bandwidth": "kernel bandwidth"},
     ),
 )
 
@@ -190,14 +186,8 @@ def _diagnostics(run: Run, panels: Panels) -> list[Plot]:
             axes.set_title(text, fontsize=9, pad=3)
             axes.yaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_major_formatter(FuncFormatter(short))
-        _epochs(all_axes[-1], run)
+        epoch_axis(all_axes[-1], run)
         for axes in all_axes:
             finetune(axes, run.finetune_start, label=axes is all_axes[0])
         svg = inline(figure, panels.name, describe)
     return [Plot(panels.name, panels.title, panels.caption, describe, svg)]
-
-
-def _epochs(axes: Axes, run: Run) -> None:
-    axes.set_xlim(run.history[0].epoch, max(run.history[-1].epoch, run.history[0].epoch + 1))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set_xlabel("epoch")

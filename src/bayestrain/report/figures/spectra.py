@@ -41,7 +41,7 @@ def _spectrum(spectra: Spectra, layer: Layer, index: int, by_lambda: bool) -> Pl
     """Rounding drops the smallest values. The threshold on lambda changes all of them: those before have one colour."""
     name = f"spectrum-{index + 1}"
     bonds, cuts = _relative(spectra, layer.name), spectra.cut[layer.name]
-    early = any(spectra.earlier.get(layer.name, []))
+    early = any(spectra.earlier[layer.name])
     describe = f"Singular values at the bonds of layer {layer.name}; kept: {', '.join(map(str, cuts))}."
     smallest = min(value for values in bonds for value in values)
     floor = min(max(smallest / 3, SMALLEST / 2), 0.05)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from bayestrain.report.figures import FEW_LAYERS
 from bayestrain.report.figures.marks import (
     end_labels,
+    epoch_axis,
     finetune,
     heat,
     heat_key,
@@ -51,7 +51,7 @@ def accuracy_plot(run: Run) -> list[Plot]:
         low, high = min(settled), max(settled)
         axes.set_ylim(max(0.0, low - 0.1 * (high - low) - 0.002), min(1.0, high + 0.1 * (high - low) + 0.002))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
-        _epochs(axes, run)
+        epoch_axis(axes, run)
         axes.set_ylabel("accuracy / %")
         finetune(axes, run.finetune_start)
         end_labels(axes, run.history[-1].epoch, [(float(p[-1][1] or 0), n, LIGHT[c]) for n, c, p in lines])
@@ -73,7 +73,7 @@ def size_plot(run: Run) -> list[Plot]:
         values = [value for _, value in points]
         axes.set_ylim(min(values) / 1.4, max(values) * 1.4)
         log_counts(axes, "y")
-        _epochs(axes, run)
+        epoch_axis(axes, run)
         axes.set_ylabel("parameters (log scale)")
         finetune(axes, run.finetune_start)
         svg = inline(figure, "size", describe)
@@ -155,7 +155,7 @@ def _trajectory(run: Run, layer: Layer, index: int) -> Plot:
             ends.append((float(ys[-1]), f"bond {bond + 1}: {ys[-1]}", series(bond)))
         axes.set_ylim(0, max(layer.max_ranks) * 1.05)
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        _epochs(axes, run)
+        epoch_axis(axes, run)
         axes.set_ylabel("rank")
         finetune(axes, run.finetune_start)
         end_labels(axes, run.history[-1].epoch, ends)
@@ -215,7 +215,7 @@ def _lambda_panel(run: Run, records: Sequence[Epoch], layer: Layer, index: int) 
             lowest = min(value for path in paths.values() for _, value in path)
             axes.set_ylim(min(lowest / 1.6, 0.07), 1.6)
             axes.set_title(f"bond {bond + 1}: {layer.ranks[bond]} of {len(paths)} kept", fontsize=9, pad=3)
-        _epochs(all_axes[-1], run, last=records[-1].epoch)
+        epoch_axis(all_axes[-1], run, last=records[-1].epoch)
         figure.supylabel("λ / largest λ of the bond", fontsize=9.5, color=LIGHT["muted"])
         svg = inline(figure, name, describe)
     caption = "Blue: ranks kept at the end. Grey: ranks that λ starved; × where they were cut."
@@ -226,9 +226,3 @@ def _lambda_panel(run: Run, records: Sequence[Epoch], layer: Layer, index: int) 
     elif run.raised:  # then not only the prior has cut
         caption = "Blue: as many ranks as were kept at the end. Grey: the others; × where training cut them."
     return Plot(name, f"λ of layer {layer.name}", caption, describe, svg)
-
-
-def _epochs(axes: Axes, run: Run, last: int | None = None) -> None:
-    axes.set_xlim(run.history[0].epoch, max(last or run.history[-1].epoch, run.history[0].epoch + 1))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set_xlabel("epoch")
