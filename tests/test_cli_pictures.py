@@ -95,8 +95,18 @@ def test_what_is_transparent_is_white_paper(tmp_path: Path) -> None:
     ink.save(tmp_path / "ink.png")
     picture = read_picture(tmp_path / "ink.png", GRAY, None)
     assert picture.inverted
+    assert picture.changes == ("100x100 to 28x28", "RGBA to L", "transparent to white")
     assert picture.pixels[0, 14, 14] > 245
     assert picture.pixels[0, 0, 0] == 0
+
+
+def test_a_colour_that_is_declared_transparent_is_told_of_and_an_opaque_alpha_is_not(tmp_path: Path) -> None:
+    seven = Image.new("L", (28, 28), 0)
+    seven.paste(255, (8, 6, 20, 9))
+    seven.save(tmp_path / "seven.png", transparency=0)
+    assert read_picture(tmp_path / "seven.png", GRAY, None).changes == ("transparent to white",)
+    seven.convert("RGBA").save(tmp_path / "opaque.png")
+    assert read_picture(tmp_path / "opaque.png", GRAY, None).changes == ("RGBA to L",)
 
 
 def test_a_photograph_lying_on_its_side_is_turned(tmp_path: Path) -> None:

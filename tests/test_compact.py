@@ -305,6 +305,16 @@ def test_half_precision_can_be_compacted() -> None:
     assert model[0].cores[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_can_be_compacted_with_lambda(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(bt.TTLinear(64, 27, max_rank=6, dtype=dtype), bt.TTLinear(27, 4, max_rank=4, dtype=dtype))
+    prior = bt.RankPrior(model, num_data=10)
+    assert bt.compact_(model, 0.6).changed
+    assert all(u.dtype == dtype and u.isfinite().all() for u in model[0].rank_state.log_lambdas)
+    prior.step()
+
+
 def test_slices_that_are_alike_are_not_dropped_together() -> None:
     """Each of two equal slices fits the tolerance, both together do not: the cross terms count."""
     torch.manual_seed(0)

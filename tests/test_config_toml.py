@@ -215,6 +215,8 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     modes = TensorizeSettings(modes={"1": [np.array([7, 4]).tolist(), tuple(np.array([5, 5]))]}).modes
     assert modes == {"1": ((7, 4), (5, 5))}
     assert all(type(mode) is int for pair in modes["1"] for mode in pair)
+    with pytest.raises(ConfigError, match=r"needs fit\.milestones"):
+        FitConfig(epochs=1, batch_size=1, lr=1.0, schedule="step")
     for wrong in (np.float64(1.0), np.bool_(True), np.array(1)):
         with pytest.raises(ConfigError, match=r"fit\.epochs must be a whole number"):
             FitConfig(epochs=wrong, batch_size=1, lr=1.0)

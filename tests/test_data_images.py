@@ -121,6 +121,8 @@ def test_a_split_with_an_empty_part_is_refused(digits: data.Splits, fraction: fl
 
 def test_wrong_tensors_are_refused() -> None:
     good = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+    with pytest.raises(DataError, match=r"must be tensors, not ndarray\. Type torch\.as_tensor"):
+        data.Images(good.numpy(), torch.zeros(2).long())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"images must be uint8 \(N, C, H, W\), not torch.float32 \(2, 1, 4, 4\)"):
         data.Images(good.float(), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(DataError, match=r"labels must be int64 \(2,\), one per image, not torch.int64 \(3,\)"):

@@ -8,6 +8,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fit_kit import StopAfter, jitter, settings
@@ -257,6 +258,40 @@ def test_labels_that_are_no_class_are_refused_before_a_step_and_left_to_other_lo
     assert len(bt.fit(model, images, None, settings(epochs=1, finetune_epochs=0), loss=parity).history) == 2
     with pytest.raises(ConfigError, match="between 0 and 9, got 0 to 10"):
         bt.fit_posterior([network(), network()], images, None, settings())
+
+
+def test_a_last_batch_of_one_image_is_left_out() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+        bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
+        return model
+
+    model = build()
+    bt.fit(model, TRAIN.subset(range(101)), None, settings(batch_size=50))
+    assert int(model.get_buffer("2.num_batches_tracked")) == 2 * 6
+    posterior, result = bt.fit_posterior(bt.independent(build, 2), TRAIN.subset(range(101)), None, settings())
+    assert len(posterior) == 2
+    assert math.isfinite(result.history[-1]["train_loss"])
+
+
+def test_metrics_may_be_numpys_or_tensors_and_the_folder_a_text(tmp_path: Path) -> None:
+    def measured(_: nn.Module) -> dict[str, Any]:
+        return {"one": np.float32(0.5), "two": torch.tensor(0.25)}
+
+    bt.fit(network(), TRAIN, measured, settings(epochs=1), folder=str(tmp_path / "new" / "run"))
+    last = json.loads((tmp_path / "new" / "run" / "history.jsonl").read_text().splitlines()[-1])
+    assert last["validation"] == {"one": 0.5, "two": 0.25}
+
+
+def test_tf32_is_told_to_be_for_a_gpu() -> None:
+    heard: list[str] = []
+
+    class Listen(Silent):
+        def message(self, text: str) -> None:
+            heard.append(text)
+
+    bt.fit(network(), TRAIN, None, settings(epochs=1, finetune_epochs=0, precision="tf32"), progress=Listen())
+    assert any("tf32 is for a GPU" in text for text in heard)
 
 
 def test_any_metrics_may_be_measured(tmp_path: Path) -> None:

@@ -177,6 +177,32 @@ def test_networks_that_cannot_be_batched_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="one tensor, got tuple"):
         posterior.step(*batch())
 
+    class Remembering(nn.LSTM):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x)[0]
+
+    class Branching(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x if self.bias.sum() > 0 else -x)
+
+    for build in (lambda: Remembering(12, 3), lambda: Branching(12, 3)):
+        posterior = Posterior(independent(build, 2), NUM_DATA)
+        with pytest.raises(ConfigError, match=r"cannot run for many particles at once.*PyTorch says: "):
+            posterior.step(*batch())
+
+
+def test_grey_images_may_lie_channels_last() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        )
+
+    x, y = torch.randn(5, 1, 8, 8), torch.arange(5) % 3
+    one, other = (Posterior(independent(build, 2), NUM_DATA, optimizer=adam) for _ in range(2))
+    one.step(x, y)
+    other.step(x.to(memory_format=torch.channels_last), y)
+    torch.testing.assert_close(one.outputs(x), other.outputs(x))
+
 
 @pytest.mark.parametrize(
     ("options", "said"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bayestrain as bt
 from bayestrain.errors import DataError
@@ -41,6 +41,33 @@ def test_a_users_own_compacted_model_comes_back(tmp_path: Path) -> None:
         assert torch.equal(again(x), model(x))
         assert bt.ranks(again) == bt.ranks(model)
     assert json.loads((tmp_path / "model.json").read_text())["note"] == "mine"
+
+
+class Shared(nn.Module):
+    """One block in two places, and a weight that a second parameter looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
+        self.b = self.a
+        self.head, self.twin = nn.Linear(16, 10), nn.Linear(16, 10, bias=False)
+        self.twin.weight.data = self.head.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x)).mean((2, 3))
+        return self.head(x) + self.twin(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_with_shared_blocks_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Shared()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4), lambda _, name: name.startswith("a"))
+    model(torch.randn(8, 16, 5, 5))
+    bt.save_model(model.eval().to(dtype), tmp_path)
+    again = bt.load_model(tmp_path, Shared())
+    x = torch.randn(2, 16, 5, 5, dtype=dtype)
+    assert torch.equal(again(x), model(x))
+    assert again.a is again.b
 
 
 def test_a_folder_may_be_a_text_and_is_made(tmp_path: Path) -> None:

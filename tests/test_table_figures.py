@@ -167,6 +167,26 @@ def run_seeds(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(ROOT / "tools" / "run_seeds.py"), run_name="__main__")
 
 
+def test_seeds_that_fail_are_counted_and_end_in_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scratch = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    words = ("mnist-mini", "--label", "bad", "--seeds", "0", *scratch, "--set")
+    with pytest.raises(SystemExit, match="1"):
+        run_seeds(monkeypatch, *words, "fit.lrr=1")
+    assert "seed 0 failed with exit code 2" in capsys.readouterr().out
+    summary = tmp_path / "results" / "mnist-mini" / "bad" / "summary.json"
+    assert json.loads(summary.read_text())["failed"] == [0]
+    run = tmp_path / "runs" / "mnist-mini-bad-seed0"
+    run.mkdir(parents=True)
+    toml.save(toml.named("mnist-mini", overrides=["fit.lr=1e-2"]), run / "config.toml")
+    (run / "result.json").write_text('{"params": 1')
+    with pytest.raises(SystemExit, match="1"):
+        run_seeds(monkeypatch, *words, "fit.lr=1e-2")
+    assert "result.json is damaged" in capsys.readouterr().out
+    assert not list(summary.parent.glob("seed-*"))
+
+
 def test_a_posterior_keeps_the_answers_of_one_seed_and_shows_its_uncertainty(
     posterior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

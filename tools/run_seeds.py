@@ -81,6 +81,11 @@ def run(
         if done.returncode:
             print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
             return None
+    try:
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+    except ValueError as error:
+        print(f"seed {seed} failed: {out / 'result.json'} is damaged ({error}). Remove {out} to train it anew.")
+        return None
     kept = results / f"seed-{seed}"
     kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
@@ -89,7 +94,6 @@ def run(
         (kept / file).unlink(missing_ok=True)
         if (out / NETWORK[1]).exists() and (out / NETWORK[1]).stat().st_size <= LARGEST:
             shutil.copy(out / file, kept / file)
-    result: dict[str, Any] = json.loads((out / "result.json").read_text())
     print(f"seed {seed}: " + ", ".join(f"{key} {result[key]:.5g}" for key in SUMMARISED), flush=True)
     return result
 
@@ -188,6 +192,8 @@ def main() -> None:
     }
     results.mkdir(parents=True, exist_ok=True)
     (results / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if summary["failed"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    from safetensors.torch import load_model as read
 
     folder, description = read_description(path)
     if "particles" in description:
@@ -64,8 +63,9 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
         )
     model = _rebuild(folder, description, model)
     try:
-        _take_types(model, load_file(folder / WEIGHTS))
-        read(model, str(folder / WEIGHTS))
+        tensors = _under_all_names(model, load_file(folder / WEIGHTS))
+        _take_types(model, tensors)
+        model.load_state_dict(tensors)
     except (SafetensorError, RuntimeError, OSError) as error:
         raise DataError(f"{folder / WEIGHTS} is missing, damaged or not the one described: {error}") from error
     return model.eval()
@@ -95,6 +95,20 @@ def save_posterior(posterior: ParticleModel, folder: Path | str, about: Mapping[
     folder = _made(folder)
     write_atomically(folder / PARTICLES, content)
     write_atomically(folder / DESCRIPTION, text)
+
+
+def _under_all_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, those that have several names in the model under each of them; a file has them under one."""
+    places: dict[object, list[str]] = {}
+    for name, own in model.state_dict(keep_vars=True).items():
+        lies = own.numel() > 0 and not own.is_meta
+        place = (own.data_ptr(), own.shape, own.stride(), own.dtype) if lies else own
+        places.setdefault(place, []).append(name)
+    found = dict(tensors)
+    for names in places.values():
+        for known in [name for name in names if name in tensors][:1]:
+            found |= {name: tensors[known] for name in names if name not in tensors}
+    return found
 
 
 def _made(folder: Path | str) -> Path:

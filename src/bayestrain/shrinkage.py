@@ -149,9 +149,9 @@ def conditional_mode(
     """``log lambda`` moved towards the joint mode given the cores by `sweeps` of Newton steps, bond after bond."""
     energies = slice_energies(cores)
     sizes = [core.numel() // energy.numel() for core, energy in zip(cores, energies, strict=True)]
-    us = list(log_lambdas)
+    us = [u.to(energies[0].dtype) for u in log_lambdas]  # half precision has energies in single
     for _ in range(sweeps):
         for k in range(len(us)):
             moved = newton_step(us[k], *conditional(energies, sizes, us, k + 1, a, dropped), b)
             us[k] = apply_floor(moved, floor)
-    return us
+    return [u.to(own.dtype) for u, own in zip(us, log_lambdas, strict=True)]

@@ -52,10 +52,12 @@ class Roundable:
 
 
 def tolerance_for(model: nn.Module, parameters: int, least: float = 0.0) -> float:
-    """The smallest tolerance, not below `least`, with which ``compact_(model, tol)`` leaves at most `parameters`.
+    """A tolerance, not below `least`, with which ``compact_(model, tol)`` leaves at most `parameters`.
 
-    All layers get the same tolerance, so that each gives up what it can spare. The model is not changed. Where not even
-    the largest tolerance, just below 1, leaves so few, it is that one: the weights of such a model have no small parts.
+    It is the smallest by the spectra of the weights as they are; where much is cut, `compact_` finds a little less to
+    keep at the later bonds. All layers get the same tolerance, so that each gives up what it can spare. The model is
+    not changed. Where not even the largest tolerance, just below 1, leaves so few, it is that one: the weights of such
+    a model have no small parts.
     """
     layers = []
     cores = 0

@@ -41,6 +41,8 @@ def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None) -
     changes = []
     if image.mode != mode:
         changes.append(f"{image.mode} to {mode}")
+    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+        changes.append("transparent to white")
     ready = image.size == (width, height)
     image = _plain(image, mode)
     if invert is None:

@@ -23,6 +23,9 @@ class Images(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
+        if not (isinstance(images, Tensor) and isinstance(labels, Tensor)):
+            wrong = images if not isinstance(images, Tensor) else labels
+            raise DataError(f"images and labels must be tensors, not {type(wrong).__name__}. Type torch.as_tensor(..).")
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(f"images must be uint8 (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:

@@ -83,7 +83,7 @@ class Joint(nn.Module):
             found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})  # its way back is a view
             return {name: tensor[None] for name, tensor in found.items()}
         # Dropout and the like draw anew for every particle. Batch norm cannot ask for other memory formats in there.
-        inputs = tuple(tensor.contiguous() for tensor in inputs)
+        inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)  # one channel: contiguous in both
         return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
 
 

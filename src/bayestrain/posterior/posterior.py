@@ -281,7 +281,7 @@ class Posterior(ParticleModel):
         return report
 
     def tolerance_for(self, parameters: int, least: float = 0.0) -> float:
-        """The smallest tolerance, not below `least`, at which `compact_` leaves each particle `parameters` at most."""
+        """A tolerance, not below `least`, at which `compact_` leaves each particle `parameters` at most."""
         return particles_tolerance(self, parameters, least)
 
     def rank_spread(self, tol: float = 1e-2) -> dict[str, list[list[int]]]:

@@ -131,8 +131,9 @@ def _run(folder: Path, experiment: str, seed: int) -> Run:
     for name in ("result.json", "config.toml"):
         if not (folder / name).is_file():
             raise ReportError(f"{folder} has no {name}. {AGAIN}")
-    run = load_run(folder)
     where = folder / "result.json"
+    read_json(where, AGAIN)  # in a table no part of it can be left out
+    run = load_run(folder)
     if not run.finished:
         raise ReportError(f"{where} is of a run that has not finished. {AGAIN}")
     if (run.experiment, run.seed) != (experiment, seed):
@@ -148,7 +149,7 @@ def _run(folder: Path, experiment: str, seed: int) -> Run:
 def _summary(folder: Path, seeds: list[int]) -> tuple[str, tuple[int, ...], tuple[float, float] | None]:
     """The command without what was scratch, the seeds that failed, and accuracies before and after ranks were cut."""
     path = folder / "summary.json"
-    content = read_json(path)
+    content = read_json(path, AGAIN)
     if content is None:
         raise ReportError(f"{folder} has no summary.json, which says what command made it. {AGAIN}")
     command, asked, failed = (content.get(key) for key in ("command", "seeds", "failed"))

@@ -11,14 +11,17 @@ from bayestrain.report.run import Scores
 Json = dict[str, Any]
 
 
-def read_json(path: Path) -> Json | None:
-    """A JSON object, or None if there is no such file."""
+SPARE = "Delete it to leave its part out of the report."
+
+
+def read_json(path: Path, advice: str = SPARE) -> Json | None:
+    """A JSON object, or None if there is no such file; `advice` is for one that cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
-        raise ReportError(f"{path} cannot be read: {error}. Delete it to leave its part out of the report.") from error
+        raise ReportError(f"{path} cannot be read: {error}. {advice}") from error
     if not isinstance(content, dict):
         raise ReportError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
     return content

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from bayestrain.errors import ConfigError
@@ -105,7 +106,7 @@ class PriorConfig(Section):
     b: float = setting("rate of the Gamma prior on lambda", 5.0, above=0)
     hold_scale: bool = setting("hold the size of weights that a batch norm makes free", True)
     weight: float = setting("weight of the prior; 1 is Bayes, less keeps more ranks", 1.0, at_least=0)
-    warmup_epochs: float = setting("epochs over which the weight rises from 0", 5.0, at_least=0)
+    warmup_epochs: float = setting("epochs over which the weight rises from 0", 5.0, at_least=0, at_most=1e6)
     update: str = setting("how lambda moves", "newton", choices=("newton", "gradient"))
     floor: float = setting("smallest lambda of a bond, relative to its largest", 1e-3, above=0, below=1)
     other_variance: float = setting("prior variance of biases and dense layers", 100.0, above=0)
@@ -163,6 +164,15 @@ class FitConfig(Section):
     tensorboard: bool = setting("write TensorBoard logs as well", False)
     checkpoint_every: int = setting("epochs between checkpoints", 1, at_least=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.target_ratio <= 1:
+            raise ConfigError(f"fit.target_ratio must be above 1, or 0 for none, got {self.target_ratio:g}.")
+        if self.schedule == "step" and not self.milestones:
+            raise ConfigError('fit.schedule "step" needs fit.milestones, for example [0.5, 0.75].')
+        if any(a >= b for a, b in pairwise(self.milestones)):
+            raise ConfigError(f"fit.milestones must rise, got {shown(self.milestones)}.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PosteriorConfig(Section):
@@ -207,12 +217,6 @@ class RunConfig:
                 'fit.target_ratio needs experiment.kind "low-rank" and fit.rule "rounding", got '
                 f"{shown(self.experiment.kind)} and {shown(self.fit.rule)}: nothing else is rounded to a size."
             )
-        if 0 < self.fit.target_ratio <= 1:
-            raise ConfigError(f"fit.target_ratio must be above 1, or 0 for none, got {self.fit.target_ratio:g}.")
-        if self.fit.schedule == "step" and not self.fit.milestones:
-            raise ConfigError('fit.schedule "step" needs fit.milestones, for example [0.5, 0.75].')
-        if any(a >= b for a, b in zip(self.fit.milestones, self.fit.milestones[1:], strict=False)):
-            raise ConfigError(f"fit.milestones must rise, got {shown(self.fit.milestones)}.")
         if self.posterior.particles == 1:
             raise ConfigError(
                 "posterior.particles is 1, but a posterior needs at least 2 particles. Use 0 for a single point (MAP)."

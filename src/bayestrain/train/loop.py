@@ -81,7 +81,7 @@ def fit(
     loss: Loss = F.cross_entropy,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    folder: Path | None = None,
+    folder: Path | str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> FitResult:
@@ -129,7 +129,7 @@ def fit_posterior(
     augment: Augment | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    folder: Path | None = None,
+    folder: Path | str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Posterior, FitResult]:
@@ -182,7 +182,7 @@ class _Fit:
 
     def __init__(
         self, subject: Subject, train: Images, evaluate: Evaluate | None, config: FitConfig, augment: Augment | None,
-        device: torch.device, seed: int, folder: Path | None, resume: bool, progress: Progress,
+        device: torch.device, seed: int, folder: Path | str | None, resume: bool, progress: Progress,
     ) -> None:  # fmt: skip
         if folder is None and (resume or config.tensorboard):
             raise ConfigError("resume and fit.tensorboard need the folder of a run. Give folder=.")
@@ -192,11 +192,15 @@ class _Fit:
         self.config = config
         self.augment = augment
         self.device = device
-        self.folder = folder
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.progress = progress
+        if config.precision == "tf32" and device.type != "cuda":
+            progress.message("fit.precision tf32 is for a GPU; here products are those of float32")
         self.order = torch.Generator().manual_seed(seed)
         self.noise = torch.Generator(device).manual_seed(seed + 1)
-        self.steps_per_epoch = math.ceil(len(train) / config.batch_size)
+        self.steps_per_epoch = math.ceil(len(train) / config.batch_size) - self._leaves_one(config.batch_size)
         self.total_epochs = config.epochs + config.finetune_epochs
         self.start_ratio = subject.ratio
         if config.target_ratio:
@@ -250,7 +254,13 @@ class _Fit:
         def augment(x: Tensor) -> Tensor:
             return self.subject.arrange(x if self.augment is None else self.augment(x, self.noise))
 
-        return self.train.batches(size, shuffle=True, generator=order, device=self.device, augment=augment)
+        return self.train.batches(
+            size, shuffle=True, generator=order, device=self.device, augment=augment, drop_last=self._leaves_one(size)
+        )
+
+    def _leaves_one(self, size: int) -> bool:
+        """Whether the last batch would be a single image, of which batch norm learns nothing: it is left out then."""
+        return len(self.train) % size == 1 and len(self.train) > size > 1
 
     def _run_epoch(self, epoch: int) -> dict[str, Any]:
         """One pass over the training images; the mean losses and accuracy."""
@@ -335,7 +345,8 @@ class _Fit:
                 self.progress.message(message)
         except TrainingError as error:
             raise self._diverged(self.epoch, self.steps_per_epoch, f"{error} is not finite", self.rate) from None
-        validation = self.evaluate(self.subject.evaluated()) if self.evaluate is not None else None
+        found = self.evaluate(self.subject.evaluated()) if self.evaluate is not None else None
+        validation = None if found is None else {name: float(value) for name, value in found.items()}
         line = {
             "epoch": self.epoch,
             "phase": self._phase(),
