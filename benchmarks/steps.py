@@ -32,7 +32,7 @@ from bayestrain.prior import Gradients, RankPrior
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig
 from bayestrain.train.experiment import tensorize
-from bayestrain.train.loop import fit
+from bayestrain.train.fitting import fit
 from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.subject import make_optimizer, make_prior
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from bayestrain.speed import PlanReport, plan_report
     from bayestrain.target import tolerance_for
     from bayestrain.train.config import FitConfig, PriorConfig
-    from bayestrain.train.loop import FitResult, fit, fit_posterior
+    from bayestrain.train.fitting import fit, fit_posterior
+    from bayestrain.train.loop import FitResult
 
 __version__ = "0.1.0"
 
@@ -85,7 +86,8 @@ _HOMES = {
     "speed": ("PlanReport", "plan_report"),
     "target": ("tolerance_for",),
     "train.config": ("FitConfig", "PriorConfig"),
-    "train.loop": ("FitResult", "fit", "fit_posterior"),
+    "train.fitting": ("fit", "fit_posterior"),
+    "train.loop": ("FitResult",),
 }
 
 

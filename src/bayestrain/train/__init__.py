@@ -1,6 +1,6 @@
 """Training runs: configs here, the loop and the run folder beside them.
 
-Importing this is light; `bayestrain.train.experiment` and `bayestrain.train.loop` bring torch.
+Importing this is light; `bayestrain.train.experiment` and `bayestrain.train.fitting` bring torch.
 """
 
 from bayestrain.train.config import (

@@ -25,7 +25,8 @@ from bayestrain.train import toml
 from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
 from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
-from bayestrain.train.loop import FitResult, fit, fit_posterior
+from bayestrain.train.fitting import fit, fit_posterior
+from bayestrain.train.loop import FitResult
 from bayestrain.train.map_point import check_point, take_over
 from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.metrics import evaluator
