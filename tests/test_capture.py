@@ -132,11 +132,14 @@ def test_a_rate_that_is_a_tensor_takes_the_saved_value() -> None:
 
 
 def test_tf32_does_not_outlast_the_step() -> None:
-    before = torch.get_float32_matmul_precision()
+    before, elsewhere = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision
+    newer = torch.backends.cuda.matmul.fp32_precision
     with contextlib.suppress(KeyError), products("tf32", torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "high"
         raise KeyError
     assert torch.get_float32_matmul_precision() == before == "highest"
+    assert torch.backends.cuda.matmul.fp32_precision == newer
+    assert torch.backends.mkldnn.matmul.fp32_precision == elsewhere
     with products("tf32", torch.device("cpu")), products("float32", torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "highest"
 

@@ -31,6 +31,15 @@ def test_modes_come_back_one_by_one_even_from_an_error() -> None:
     assert [module.training for module in model.modules()] == MODES
 
 
+def test_a_layer_that_trains_on_keeps_nothing_that_it_formed_to_predict() -> None:
+    model = nn.Sequential(bt.TTLinear(64, 27, max_rank=3))
+    model[0].force_plan("dense")
+    with evaluating(model), torch.no_grad():
+        model(torch.randn(5, 64))
+        assert model[0]._kept._formed
+    assert not model[0]._kept._formed
+
+
 def test_measuring_a_network_leaves_its_modes() -> None:
     model, digits = network(), data.load("mnist-mini").test.subset(range(20))
     assert outputs(model, digits, lambda x: x, "cpu").shape == (1, 20, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from functools import partialmethod
@@ -20,7 +21,7 @@ from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
 from bayestrain.train.experiment import run_experiment
-from bayestrain.train.metrics import evaluator
+from bayestrain.train.metrics import check_labels, evaluator
 from bayestrain.train.progress import Silent
 from bayestrain.train.schedule import learning_rate
 
@@ -258,6 +259,31 @@ def test_labels_that_are_no_class_are_refused_before_a_step_and_left_to_other_lo
     assert len(bt.fit(model, images, None, settings(epochs=1, finetune_epochs=0), loss=parity).history) == 2
     with pytest.raises(ConfigError, match="between 0 and 9, got 0 to 10"):
         bt.fit_posterior([network(), network()], images, None, settings())
+
+
+class Squeezed(nn.Module):
+    """One output, whose last dimension is taken off: fine for every batch but one of a single image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = bt.TTLinear(784, 10, max_rank=4)
+        self.norm = nn.BatchNorm1d(10, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x.flatten(1)))[None].squeeze()
+
+
+def test_looking_at_labels_refuses_no_network_that_can_train() -> None:
+    labels = TRAIN.labels.clone()
+    labels[::7] = -100  # which cross_entropy passes over
+    short = settings(epochs=1, finetune_epochs=0)
+    for model, config in ((Squeezed(), short), (network().bfloat16(), dataclasses.replace(short, precision="bf16"))):
+        result = bt.fit(model, data.Images(TRAIN.images, labels), None, config)
+        assert math.isfinite(result.history[-1]["train_loss"])
+    nothing = data.Images(TRAIN.images, torch.full_like(labels, -100))
+    check_labels(network(), nothing.images[:8] / 255, nothing.labels)
+    posterior, _ = bt.fit_posterior(iter([network(), network()]), TRAIN, None, short)  # type: ignore[arg-type]
+    assert len(posterior) == 2
 
 
 def test_a_last_batch_of_one_image_is_left_out() -> None:

@@ -219,6 +219,8 @@ def test_ranks_are_fixed_with_the_prior_and_the_learning_rate_of_before() -> Non
     before = {name: tensor.detach().clone() for name, tensor in posterior.particles.items()}
     posterior.step(x, y)
     assert all(float((posterior.particles[n].detach() - t).abs().max()) <= 1.1e-6 for n, t in before.items())
+    with pytest.raises(ConfigError, match="variance"):
+        trained()[0].fix_ranks_(variance=-1.0)
     posterior.fix_ranks_(variance=2.0)
     assert (posterior.prior.weight, posterior.prior.variance) == (0.3, 2.0)  # type: ignore[union-attr]
 

@@ -302,6 +302,8 @@ def test_an_epoch_written_again_after_resuming_counts_once(trained: Path, tmp_pa
         ("result.json", "[]", r"result\.json must hold a JSON object, not a list"),
         ("result.json", "{}", r'result\.json has no "params"'),
         ("result.json", '{"params": "many"}', r"result\.json: 'params' must be a number, not 'many'"),
+        ("result.json", '{"params": 5, "calibrated": 3}', r"'temperature' must stand in an object, not in 3"),
+        ("model.json", '{"classes": null}', r'model\.json: "classes" must be a list, not None'),
         ("result.json", '{"params": 5, "ranks": {"1": 3}}', r'result\.json: "ranks", .* is malformed'),
         ("history.jsonl", "{}\n{}\n", r"history\.jsonl, line 1: not an epoch of a training"),
         ("spectra.json", '{"tol": 0.1}', r"spectra\.json is malformed .* Delete it to leave the spectra out"),

@@ -65,7 +65,7 @@ def load_model(path: Path | str, model: nn.Module | None = None) -> nn.Module:
     try:
         tensors = _under_all_names(model, load_file(folder / WEIGHTS))
         _take_types(model, tensors)
-        model.load_state_dict(tensors)
+        _load(model, tensors)
     except (SafetensorError, RuntimeError, OSError) as error:
         raise DataError(f"{folder / WEIGHTS} is missing, damaged or not the one described: {error}") from error
     return model.eval()
@@ -109,6 +109,15 @@ def _under_all_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, 
         for known in [name for name in names if name in tensors][:1]:
             found |= {name: tensors[known] for name in names if name not in tensors}
     return found
+
+
+def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load the tensors; a file has no others that lie in their memory, as a view of a weight does."""
+    lacking, unknown = model.load_state_dict(tensors, strict=False)
+    own = model.state_dict(keep_vars=True)
+    there = {own[name].untyped_storage().data_ptr() for name in own if name in tensors}
+    if lost := [*unknown, *(name for name in lacking if own[name].untyped_storage().data_ptr() not in there)]:
+        raise RuntimeError(f"the file and the network do not have these in common: {', '.join(lost)}")
 
 
 def _made(folder: Path | str) -> Path:

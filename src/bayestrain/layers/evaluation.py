@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from bayestrain.layers.base import TTLayer
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -16,3 +18,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+            if isinstance(module, TTLayer) and mode:
+                module.train()  # forgets what it formed for predictions

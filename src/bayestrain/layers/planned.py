@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TypeVar
@@ -39,7 +39,8 @@ def tf32_products() -> Iterator[None]:
 
     PyTorch has an older and a newer way to say so, and whoever used the newer one cannot read the older one.
     """
-    matmul = torch.backends.cuda.matmul
+    matmul, elsewhere = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    kept, untouched = matmul.fp32_precision, elsewhere.fp32_precision
     set_precision: Callable[[str], None] = torch.set_float32_matmul_precision
     try:
         before, tf32 = torch.get_float32_matmul_precision(), "high"
@@ -51,6 +52,7 @@ def tf32_products() -> Iterator[None]:
         yield
     finally:
         set_precision(before)
+        matmul.fp32_precision, elsewhere.fp32_precision = kept, untouched
 
 
 @lru_cache(maxsize=64)
@@ -75,7 +77,7 @@ def calibrate(device: torch.device | str = "cpu") -> plans.Machine:
     known = plans.CUDA if place.type == "cuda" else plans.CPU_THREAD
     size = 4096 if place.type == "cuda" else 1024
     a, b = torch.randn(size, size, device=place), torch.empty(size, size, device=place)
-    with tf32_products():
+    with tf32_products() if place.type == "cuda" else nullcontext():
         product = _seconds(lambda: torch.mm(a, a, out=b), place)
     turned = b.view(size // 32, 32, size).transpose(0, 1)
     copying = _seconds(lambda: turned.copy_(a.view(32, size // 32, size)), place)

@@ -301,11 +301,12 @@ class Posterior(ParticleModel):
         weight = prior.weight if weight is None else weight
         if variance is None:
             variance = prior.other_variance if isinstance(prior, RankPrior) else prior.variance
+        fixed = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
         if isinstance(prior, RankPrior):
             prior.remove_()
             for name in [name for name in self.carried if ".rank_state." in name]:
                 del self.carried[name]
-        self.joint.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
+        self.joint.prior = fixed
         self.method.restart_optimizer()
         self._estimate = None
 

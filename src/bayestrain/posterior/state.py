@@ -54,8 +54,9 @@ def load_state(posterior: Posterior, state: Mapping[str, Any]) -> None:
         posterior.joint.get_parameter(name).copy_(tensor)
     posterior.method.load_state_dict(state["method"])
     posterior.prior.load_state_dict(state["prior"])
-    if isinstance(posterior.joint.likelihood, Classification) and state["temperature"] is not None:
-        posterior.joint.likelihood.temperature = state["temperature"]
+    temperature = state.get("temperature")
+    if isinstance(posterior.joint.likelihood, Classification) and temperature is not None:
+        posterior.joint.likelihood.temperature = temperature
 
 
 def _shared(posterior: Posterior) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ def load_run(folder: Path) -> Run:
         map=read_map(folder, result, evaluation) if posterior else None,
         ood=read_ood(result, folder / "result.json"),
         warnings=read_warnings(result),
-        classes=tuple(str(c) for c in (model or {}).get("classes", ())),
+        classes=_classes(model or {}, folder / "model.json"),
         config_text=config_text,
         environment={key: _plain(value) for key, value in (environment or {}).items()},
         command=str((result or {}).get("command", "")),
@@ -154,9 +154,16 @@ def _layers(result: Json | None, history: tuple[Epoch, ...], model: Json, path: 
         ) from error
 
 
+def _classes(model: Json, path: Path) -> tuple[str, ...]:
+    classes = model.get("classes", [])
+    if not isinstance(classes, list):
+        raise ReportError(f'{path}: "classes" must be a list, not {classes!r}.')
+    return tuple(map(str, classes))
+
+
 def _core_sizes(about: Json) -> tuple[tuple[int, ...], str]:
     """Sizes of a layer's cores without their ranks, and its modes in words, from ``model.json``."""
-    ins, outs = tuple(about.get("in_modes", ())), tuple(about.get("out_modes", ()))
+    ins, outs = (tuple(int(mode) for mode in about.get(key, ())) for key in ("in_modes", "out_modes"))
     if not ins or not outs:
         return (), ""
     modes = f"{'·'.join(map(str, ins))} → {'·'.join(map(str, outs))}"
@@ -180,7 +187,7 @@ def _spectra(path: Path) -> Spectra | None:
                 raise ValueError(f"layer {name!r} has a bond without singular values")
             if len(ranks) != len(bonds[name]):
                 raise ValueError(f"layer {name!r} has {len(bonds[name])} bonds but {len(ranks)} ranks")
-        earlier = {name: about["earlier"] for name, about in layers.items()}
+        earlier = {name: [[float(v) for v in bond] for bond in about["earlier"]] for name, about in layers.items()}
         return Spectra(float(content["tol"]), bonds, cut, earlier)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(

@@ -38,6 +38,8 @@ def as_number(value: Any, name: str) -> float | None:
 
 def number(record: Json, key: str) -> float | None:
     """The number under a key; None if it is absent or not finite."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{key!r} must stand in an object, not in {record!r}")
     return as_number(record.get(key), key)
 
 

@@ -5,7 +5,6 @@ A user with a loop of their own needs none of this; see the README.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from bayestrain.train.metrics import check_labels
 from bayestrain.train.particles import ParticleSubject
 from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
+from bayestrain.train.schedule import steps_per_epoch
 from bayestrain.train.subject import make_optimizer, make_prior
 
 PROBE = 64
@@ -70,7 +70,8 @@ def fit(
     place = torch.device(device)
     x, _ = _first_batch(train, config, augment, place, seed)
     if loss is F.cross_entropy:  # what labels another loss takes, it knows itself
-        check_labels(model.to(place), x, train.labels)
+        with products(config.precision, place), lowered(config.precision, place):
+            check_labels(model.to(place), x, train.labels)
     subject = Point(model, config, prior or PriorConfig(), loss, len(train), place, search)
     watcher = progress or Silent()
     run = Loop(subject, train, evaluate, config, augment, place, seed, folder, resume, watcher)
@@ -107,10 +108,12 @@ def fit_posterior(
         temperature: for "sgld", which is its own optimiser: 1 (default) samples the posterior, less a sharper one.
     """
     place, settings = torch.device(device), prior or PriorConfig()
-    steps = math.ceil(len(train) / config.batch_size)
+    steps = steps_per_epoch(len(train), config.batch_size)
     x, y = _first_batch(train, config, augment, place, seed)
+    models = list(models)
     for model in models[:1]:
-        check_labels(model.to(place), x, train.labels)
+        with products(config.precision, place), lowered(config.precision, place):
+            check_labels(model.to(place), x, train.labels)
 
     def one_prior(model: nn.Module) -> Prior:
         return make_prior(settings, model, len(train), steps, search=search)

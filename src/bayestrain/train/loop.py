@@ -19,7 +19,7 @@ from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoin
 from bayestrain.train.config import FitConfig
 from bayestrain.train.particles import ParticleSubject
 from bayestrain.train.progress import Progress
-from bayestrain.train.schedule import learning_rate, wanted_ratio
+from bayestrain.train.schedule import learning_rate, leaves_one, steps_per_epoch, wanted_ratio
 from bayestrain.train.subject import Subject
 from bayestrain.train.tensorboard import EpochLog
 
@@ -76,7 +76,7 @@ class Loop:
             progress.message("fit.precision tf32 is for a GPU; here products are those of float32")
         self.order = torch.Generator().manual_seed(seed)
         self.noise = torch.Generator(device).manual_seed(seed + 1)
-        self.steps_per_epoch = math.ceil(len(train) / config.batch_size) - self._leaves_one(config.batch_size)
+        self.steps_per_epoch = steps_per_epoch(len(train), config.batch_size)
         self.total_epochs = config.epochs + config.finetune_epochs
         self.start_ratio = subject.ratio
         if config.target_ratio:
@@ -131,12 +131,9 @@ class Loop:
             return self.subject.arrange(x if self.augment is None else self.augment(x, self.noise))
 
         return self.train.batches(
-            size, shuffle=True, generator=order, device=self.device, augment=augment, drop_last=self._leaves_one(size)
-        )
-
-    def _leaves_one(self, size: int) -> bool:
-        """Whether the last batch would be a single image, of which batch norm learns nothing: it is left out then."""
-        return len(self.train) % size == 1 and len(self.train) > size > 1
+            size, shuffle=True, generator=order, device=self.device, augment=augment,
+            drop_last=leaves_one(len(self.train), size),
+        )  # fmt: skip
 
     def _run_epoch(self, epoch: int) -> dict[str, Any]:
         """One pass over the training images; the mean losses and accuracy."""

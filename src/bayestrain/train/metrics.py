@@ -15,6 +15,9 @@ from bayestrain.train.arithmetic import channels_last, wants_channels_last
 
 Transform = Callable[[Tensor], Tensor]
 
+IGNORED = -100
+"""The label that `torch.nn.functional.cross_entropy` passes over."""
+
 
 @torch.no_grad()
 def outputs(
@@ -36,10 +39,15 @@ def outputs(
 
 @torch.no_grad()
 def check_labels(network: nn.Module, x: Tensor, labels: Tensor) -> None:
-    """Refuse labels that the network has no output for; on a GPU they would end in an assertion that names none."""
+    """Refuse labels that the network has no output for; on a GPU they would end in an assertion that names none.
+
+    Those that `cross_entropy` passes over do not count, nor networks whose outputs are no table of classes.
+    """
     with evaluating(network):
-        classes = network(x[:1]).shape[1]
-    check_classes(labels, classes)
+        found = network(x)
+    labels = labels[labels != IGNORED]
+    if len(labels) and isinstance(found, Tensor) and found.ndim == 2:
+        check_classes(labels, found.shape[1])
 
 
 def predict(

@@ -22,6 +22,7 @@ from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.target import dense_parameters, tolerance_for
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PriorConfig
+from bayestrain.train.schedule import steps_per_epoch
 from bayestrain.train.subject import Spectra, Subject, make_optimizer, make_prior
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +37,7 @@ class Point(Subject):
     ) -> None:  # fmt: skip
         self.model = model.to(device)
         self.config, self.loss, self.device = config, loss, device
-        steps = math.ceil(num_data / config.batch_size)
+        steps = steps_per_epoch(num_data, config.batch_size)
         self.prior: Prior | None = make_prior(prior, model, num_data, steps, search=search)
         self.optimizer = self._new_optimizer(config.lr)
         self.idle = IdleBiases(model)

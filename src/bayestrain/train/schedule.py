@@ -45,3 +45,13 @@ def wanted_ratio(config: FitConfig, epoch: float, start: float) -> float:
 
 def _cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def steps_per_epoch(images: int, batch_size: int) -> int:
+    """Batches of a pass over the training images."""
+    return math.ceil(images / batch_size) - leaves_one(images, batch_size)
+
+
+def leaves_one(images: int, batch_size: int) -> bool:
+    """Whether the last batch would be a single image, of which batch norm learns nothing: it is left out then."""
+    return images % batch_size == 1 and images > batch_size > 1
