@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from posterior_kit import NUM_DATA, adam, convnet, digits, perceptron, rank_prior, sgd
 from torch import Tensor, nn
 
 import bayestrain as bt
@@ -17,37 +17,6 @@ from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer.kernels import rbf, squared_distances
 from bayestrain.infer.svgd import stein_direction_
 from bayestrain.posterior import Posterior, around, independent
-
-NUM_DATA = 200
-
-
-def perceptron() -> nn.Module:
-    layers = bt.TTLinear(12, 8, max_rank=4), nn.ReLU(), bt.TTLinear(8, 3, max_rank=4)
-    return nn.Sequential(*layers).double()
-
-
-def convnet() -> nn.Module:
-    """With batch norm behind a tensor-train layer: its scale is held."""
-    return nn.Sequential(
-        bt.TTConv2d(2, 6, 3, padding=1, max_rank=4), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3)
-    ).double()
-
-
-def digits(shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(20, *shape, generator=generator).double(), torch.randint(0, 3, (20,), generator=generator)
-
-
-def sgd(tensors: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(tensors, lr=0.05, momentum=0.9)
-
-
-def adam(tensors: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(tensors, lr=0.01)
-
-
-def rank_prior(model: nn.Module) -> bt.RankPrior:
-    return bt.RankPrior(model, NUM_DATA, warmup_steps=4, align_every=3)
 
 
 class Loop:
@@ -119,19 +88,6 @@ def test_chunks_change_memory_but_no_result(build: Callable[[], nn.Module], shap
     torch.testing.assert_close(ours.mean, theirs.mean)
 
 
-def test_the_posterior_predicts_what_its_particles_predict() -> None:
-    posterior = Posterior(independent(convnet, 3), NUM_DATA, optimizer=adam)
-    x, y = digits((2, 4, 4))
-    for _ in range(3):
-        posterior.step(x, y)
-    found = posterior.predict(x)
-    assert isinstance(found, bt.ClassPrediction)
-    for i in range(3):
-        with torch.no_grad():
-            torch.testing.assert_close(found.particle_probabilities[i], posterior.particle(i)(x).softmax(1))
-    assert posterior.template.training  # as it was
-
-
 @pytest.mark.parametrize("method", ["svgd", "ensemble", "sgld", "map"])
 def test_every_method_learns_saves_and_goes_on_exactly(method: str, tmp_path: Path) -> None:
     def new() -> Posterior:
@@ -173,29 +129,6 @@ def test_every_method_learns_saves_and_goes_on_exactly(method: str, tmp_path: Pa
     begun.step(x, y)
     again.step(x, y)
     assert torch.equal(begun.predict(x).mean, again.predict(x).mean)
-
-
-def test_regression_learns_its_noise_and_is_unsure_away_from_the_data() -> None:
-    torch.manual_seed(0)
-    x = torch.cat([torch.rand(60, 1) - 1.5, torch.rand(60, 1) + 0.5])
-    y = x.sin() + 0.1 * torch.randn_like(x)
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    posterior = Posterior(
-        independent(build, 8), len(x), likelihood=bt.Regression(),
-        optimizer=lambda tensors: torch.optim.Adam(tensors, lr=0.02),
-    )  # fmt: skip
-    for _ in range(800):
-        posterior.step(x, y)
-    found = posterior.predict(x)
-    assert isinstance(found, bt.RegressionPrediction)
-    noise = posterior.particles["likelihood.log_variance"].detach().exp().sqrt()
-    assert bool(((noise > 0.05) & (noise < 0.2)).all())
-    assert found.metrics(y)["rmse"] < 0.15
-    far = posterior.predict(torch.tensor([[4.0]]))
-    assert float(far.epistemic.mean()) > 5 * float(found.epistemic.mean())
 
 
 def test_a_plain_function_will_do_as_a_likelihood() -> None:
@@ -364,28 +297,6 @@ def test_the_stein_discrepancy_leaves_no_trace() -> None:
         posterior.stein_discrepancy([])
 
 
-def test_calibration_finds_a_temperature_and_keeps_the_classes() -> None:
-    posterior = Posterior(independent(perceptron, 4), NUM_DATA, optimizer=adam)
-    x, y = digits((12,))
-    for _ in range(60):
-        posterior.step(x, y)
-    plain = posterior.predict(x)
-    temperature = posterior.calibrate_(x, y)
-    after = posterior.predict(x)
-    assert isinstance(plain, bt.ClassPrediction)
-    assert isinstance(after, bt.ClassPrediction)
-    assert temperature < 1.0  # fitted on what it was trained on, it can be surer
-    assert after.log_likelihood(y) > plain.log_likelihood(y)
-    assert torch.equal(after.classes, plain.classes)
-    torch.testing.assert_close(after.epistemic, plain.epistemic)
-    resumed = Posterior(independent(perceptron, 4), NUM_DATA, optimizer=adam)
-    resumed.load_state_dict(posterior.state_dict())
-    assert torch.equal(resumed.predict(x).mean, after.mean)
-    regression = Posterior(independent(perceptron, 2), NUM_DATA, likelihood=bt.Regression())
-    with pytest.raises(ConfigError, match="Only a Classification has a temperature"):
-        regression.calibrate_(x, y)
-
-
 def test_any_kernel_and_its_options_reach_svgd() -> None:
     x, y = digits((12,))
     ends = []
@@ -397,26 +308,6 @@ def test_any_kernel_and_its_options_reach_svgd() -> None:
     alone.step(x, y)
     assert not torch.allclose(ends[0], ends[1])
     torch.testing.assert_close(ends[2], alone.particles["model.0.cores.0"].detach())  # nobody feels anybody
-
-
-def test_predict_refuses_nonsense() -> None:
-    posterior = Posterior(independent(perceptron, 2), NUM_DATA)
-    x, _ = digits((12,))
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        posterior.predict(x, batch_size=0)
-    with pytest.raises(ConfigError, match="no input"):
-        posterior.predict(x[:0])
-    with pytest.raises(ConfigError, match="particles 0 to 1, but no 2"):
-        posterior.particle(2)
-
-
-def test_sizes_of_batches_may_be_numpys() -> None:
-    posterior = Posterior(independent(perceptron, 2), NUM_DATA)
-    x, _ = digits((12,))
-    found = posterior.outputs(x, batch_size=np.int64(7), chunk=np.int32(1))
-    torch.testing.assert_close(found, posterior.outputs(x))
-    with pytest.raises(ConfigError, match=r"integers of at least 1, got 2\.5 and None"):
-        posterior.predict(x, batch_size=2.5)  # type: ignore[arg-type]
 
 
 def test_the_users_networks_stay_as_they_are() -> None:

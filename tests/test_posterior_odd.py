@@ -187,8 +187,9 @@ def test_networks_that_cannot_be_batched_are_refused_by_name() -> None:
 
     for build in (lambda: Remembering(12, 3), lambda: Branching(12, 3)):
         posterior = Posterior(independent(build, 2), NUM_DATA)
-        with pytest.raises(ConfigError, match=r"cannot run for many particles at once.*PyTorch says: "):
-            posterior.step(*batch())
+        for refused in (posterior.estimate_memory, posterior.step):
+            with pytest.raises(ConfigError, match=r"cannot run for many particles at once.*PyTorch says: "):
+                refused(*batch())
 
 
 def test_grey_images_may_lie_channels_last() -> None:

@@ -133,6 +133,8 @@ def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float)
 
 def _inner_tol(model: ParticleModel, name: str, layer: TTLayer, tol: float) -> float:
     """The tolerance is one of the weight; with padded modes the trains hold more than that."""
+    if not layer.is_padded:
+        return tol
     return tol * min(weight_share(layer, cores) for cores in unstack(stacked_cores(model, name, layer)))
 
 

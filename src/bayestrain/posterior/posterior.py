@@ -223,7 +223,8 @@ class Posterior(ParticleModel):
         before = self.joint.alone, self.joint.idle
         self.joint.alone, self.joint.idle = False, nullcontext  # measured the same way each time
         try:
-            needed = activations(self.joint, one, x, y)
+            with checked_batch(self, x, y):
+                needed = activations(self.joint, one, x, y)
         finally:
             self.joint.alone, self.joint.idle = before
         held = held_bytes([t.detach()[0] for t in self.particles.values()], len(self), self._states)

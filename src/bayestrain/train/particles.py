@@ -15,6 +15,7 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.infer import diagnose
 from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
 from bayestrain.posterior.memory import Activations, held_bytes, optimizer_states, plan
+from bayestrain.posterior.ranks import unstack
 from bayestrain.prior import RankPrior
 from bayestrain.sizes import tt_layers
 from bayestrain.target import dense_parameters
@@ -100,8 +101,7 @@ class ParticleSubject(Subject):
         """The particles' mean of every singular value, each particle's relative to its largest one."""
         found: Spectra = {}
         for name, layer in tt_layers(self.posterior.template).items():
-            cores = [core.detach().cpu().double() for core in stacked_cores(self.posterior, name, layer)]
-            each = [tt.bond_spectra([core[i] for core in cores]) for i in range(len(self.posterior))]
+            each = [tt.bond_spectra(cores) for cores in unstack(stacked_cores(self.posterior, name, layer))]
             bonds = [torch.stack(bond) for bond in zip(*each, strict=True)]
             found[name] = [(bond / bond[:, :1].clamp_min(1e-300)).mean(0).tolist() for bond in bonds]
         return found
