@@ -44,7 +44,7 @@ def check_labels(network: nn.Module, x: Tensor, labels: Tensor) -> None:
     Those that `cross_entropy` passes over do not count, nor networks whose outputs are no table of classes.
     """
     with evaluating(network):
-        found = network(x)
+        found = network(channels_last(x) if wants_channels_last(network, x.device) else x)
     labels = labels[labels != IGNORED]
     if len(labels) and isinstance(found, Tensor) and found.ndim == 2:
         check_classes(labels, found.shape[1])
