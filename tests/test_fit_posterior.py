@@ -288,8 +288,10 @@ def test_a_run_stopped_in_its_map_point_goes_on(run: Path, tmp_path: Path) -> No
     assert not (folder / "checkpoint-last.pt").exists()
     found = run_experiment(config(), folder, device="cpu", resume=True, progress=Silent(), command="again").summary
     assert found["command"] == "a test"  # that of the beginning
-    assert "resumed" in json.loads((folder / "environment.json").read_text())
-    assert "resumed" not in json.loads((run / "environment.json").read_text())
+    ran_on, before = (json.loads((place / "environment.json").read_text()) for place in (folder, run))
+    assert ran_on["earlier"] == [{**ran_on["earlier"][0], "commit": before["commit"], "started": ran_on["started"]}]
+    assert ran_on["started"] <= ran_on["resumed"]
+    assert not before.keys() & {"resumed", "earlier"}
     for name in ("posterior.safetensors", "evaluation.safetensors", "map/model.safetensors"):
         assert (folder / name).read_bytes() == (run / name).read_bytes(), name
 

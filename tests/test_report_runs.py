@@ -295,6 +295,18 @@ def test_an_epoch_written_again_after_resuming_counts_once(trained: Path, tmp_pa
     assert run.history[1].params == 12345
 
 
+def test_a_run_in_parts_names_the_commit_of_each(trained: Path, tmp_path: Path) -> None:
+    folder = copy_of(trained, tmp_path / "run")
+    last = json.loads((folder / "environment.json").read_text())
+    for earlier, commits in (
+        ([{"commit": "1" * 40, "dirty": True}, {"commit": None}, {"commit": "95708fb0000", "dirty": False}],
+         "111111111 + changes, then 95708fb00"),
+        ("none", "95708fb00"),
+    ):  # fmt: skip
+        (folder / "environment.json").write_text(json.dumps({**last, "earlier": earlier}))
+        assert load_run(folder).commits == commits
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

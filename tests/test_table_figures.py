@@ -201,7 +201,12 @@ def test_a_posterior_keeps_the_answers_of_one_seed_and_shows_its_uncertainty(
     kept = results / "mnist-mini" / "two"
     (kept / "seed-0").mkdir(parents=True)
     (kept / "seed-0" / "evaluation.safetensors").write_bytes(b"of an earlier gathering")
+    part = json.loads((copy / "environment.json").read_text())  # as of a run that was stopped, then went on
+    earlier = [{**part, "commit": "5" * 40}]
+    (copy / "environment.json").write_text(json.dumps({**part, "commit": "6" * 40, "earlier": earlier}))
     run_seeds(monkeypatch, "mnist-mini", *options)
+    commits = sorted([str(part["commit"]), "5" * 40, "6" * 40])
+    assert json.loads((kept / "summary.json").read_text())["commits"] == commits
     answers = "evaluation.safetensors"
     assert sorted(path.parent.name for path in kept.rglob(answers)) == ["seed-1"]  # the first one asked for
     assert (kept / "seed-1" / answers).read_bytes() == (posterior / answers).read_bytes()

@@ -117,6 +117,12 @@ def searched(result: dict[str, Any], out: Path) -> dict[str, float]:
     return {"searched_accuracy": before[-1]["accuracy"], "validation_accuracy": after["accuracy"]}
 
 
+def parts(out: Path) -> list[dict[str, Any]]:
+    """What each part of a run ran on, the last one first: a run that was stopped has several, perhaps of other code."""
+    last: dict[str, Any] = json.loads((out / "environment.json").read_text())
+    return [last, *last.get("earlier", [])]
+
+
 def figures(result: dict[str, Any], out: Path) -> dict[str, float]:
     """What is summarised of one run; of a posterior also the MAP point's figures, and those without calibration."""
     found = {key: float(result[key]) for key in SUMMARISED}
@@ -162,24 +168,21 @@ def main() -> None:
                 arguments.seeds,
             )
         )
-    good = [result for result in found if result is not None]
-    keep_answers([
-        (run_folder(arguments.runs, arguments.name, label, seed), results / f"seed-{seed}")
-        for seed, result in zip(arguments.seeds, found, strict=True)
-        if result is not None and ((result.get("posterior") or {}).get("particles") or 1) > 1
-    ])  # fmt: skip
-    rows = [
-        figures(result, run_folder(arguments.runs, arguments.name, label, seed))
+    good = [
+        (run_folder(arguments.runs, arguments.name, label, seed), results / f"seed-{seed}", result)
         for seed, result in zip(arguments.seeds, found, strict=True)
         if result is not None
     ]
+    several = [((result.get("posterior") or {}).get("particles") or 1) > 1 for _, _, result in good]
+    keep_answers([(out, kept) for (out, kept, _), particles in zip(good, several, strict=True) if particles])
+    rows = [figures(result, out) for out, _, result in good]
     summary = {
         "experiment": arguments.name,
         "preset": arguments.preset,
         "seeds": arguments.seeds,
         "failed": [seed for seed, result in zip(arguments.seeds, found, strict=True) if result is None],
         "command": f"python tools/run_seeds.py {shlex.join(sys.argv[1:])}",
-        "commits": sorted({str(result["commit"]) for result in good}),
+        "commits": sorted({str(part["commit"]) for out, _, _ in good for part in parts(out)}),
         **{
             key: {
                 "mean": statistics.fmean(row[key] for row in rows),

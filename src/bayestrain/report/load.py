@@ -66,6 +66,7 @@ def load_run(folder: Path) -> Run:
         classes=_classes(model or {}, folder / "model.json"),
         config_text=config_text,
         environment={key: _plain(value) for key, value in (environment or {}).items()},
+        commits=_commits(environment or {}),
         command=str((result or {}).get("command", "")),
         device=str((result or {}).get("device", "")),
         evaluated_on=_evaluated_on(result or {}),
@@ -229,6 +230,17 @@ def _total_epochs(config: Json) -> int | None:
 def _inner(ranks: Any) -> tuple[int, ...]:
     """(1, R_1, .., R_d-1, 1) without the two ones at the ends."""
     return tuple(int(rank) for rank in ranks)[1:-1]
+
+
+def _commits(environment: Json) -> str:
+    earlier = environment.get("earlier")
+    parts = [part for part in earlier if isinstance(part, dict)] if isinstance(earlier, list) else []
+    said = [
+        str(part["commit"])[:9] + (" + changes" if part.get("dirty") else "")
+        for part in (*parts, environment)
+        if part.get("commit")
+    ]
+    return ", then ".join(dict.fromkeys(said))
 
 
 def _plain(value: Any) -> str:

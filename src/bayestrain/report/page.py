@@ -93,7 +93,8 @@ def _chips(run: Run) -> list[tuple[str, str]]:
         ("seed", "" if run.seed is None else str(run.seed)),
         ("on", machine),
         ("started", environment.get("started", "")[:16].replace("T", " ")),
-        ("commit", environment.get("commit", "")[:9] + (" + changes" if environment.get("dirty") == "true" else "")),
+        ("resumed", environment.get("resumed", "")[:16].replace("T", " ")),
+        ("commit", run.commits),
     ]
     return [(name, value) for name, value in chips if value not in ("", "null")]
 

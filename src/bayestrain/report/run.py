@@ -225,6 +225,8 @@ class Run:
     classes: tuple[str, ...]
     config_text: str
     environment: dict[str, str]
+    commits: str
+    """The commit of the source, of a run in several parts all of them in their order; whether it was changed."""
     command: str
     device: str
     evaluated_on: str

@@ -265,12 +265,15 @@ def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
 
 
 def _environment(out: Path, place: torch.device, command: str) -> dict[str, Any]:
-    """Note what the run runs on now; a resumed run keeps the moment and the command of its beginning."""
+    """Note what the run runs on now; a resumed run keeps its beginning and what each `earlier` part of it ran on."""
     now = {**describe_environment(place), "command": command}
     file = out / "environment.json"
     if file.exists():
         before = read_record(file, ("started", "command"), " Remove it, then go on with --resume.")
-        now = {**now, "started": before["started"], "command": before["command"], "resumed": now["started"]}
+        begun = {key: before[key] for key in ("started", "command")}
+        part = {key: value for key, value in before.items() if key in now and key != "command"}
+        part["started"] = before.get("resumed", before["started"])
+        now = {**now, **begun, "resumed": now["started"], "earlier": [*before.get("earlier", []), part]}
     write_json(file, now)
     return now
 

@@ -21,7 +21,7 @@ from bayestrain.sizes import tt_layers
 from bayestrain.target import dense_parameters
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
-from bayestrain.train.subject import Spectra, Subject, make_optimizer
+from bayestrain.train.subject import Spectra, Subject, few_digits, make_optimizer
 
 
 def check_room(
@@ -111,7 +111,7 @@ class ParticleSubject(Subject):
         lambdas: dict[str, list[list[float]]] = {}
         for name, layer in tt_layers(posterior.template).items() if self.searching else ():
             bonds = stacked_log_lambdas(posterior, name, layer)
-            lambdas[name] = [u.exp().sort(dim=1, descending=True).values.mean(0).tolist() for u in bonds]
+            lambdas[name] = [few_digits(u.exp().sort(dim=1, descending=True).values.mean(0)) for u in bonds]
         return {
             "prior_weight": posterior.prior.current_weight,
             "params": posterior.parameters_each,

@@ -23,7 +23,7 @@ from bayestrain.target import dense_parameters, tolerance_for
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.schedule import steps_per_epoch
-from bayestrain.train.subject import Spectra, Subject, make_optimizer, make_prior
+from bayestrain.train.subject import Spectra, Subject, few_digits, make_optimizer, make_prior
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -148,7 +148,7 @@ class Point(Subject):
             "prior_weight": self.prior.current_weight if self.prior is not None else 0.0,
             "params": count_parameters(self.model),
             "ranks": {name: list(chain) for name, chain in ranks(self.model).items()},
-            "lambdas": {name: [u.tolist() for u in bonds] for name, bonds in lambdas.items()},
+            "lambdas": {name: [few_digits(u) for u in bonds] for name, bonds in lambdas.items()},
         }
 
     def evaluated(self) -> nn.Module:

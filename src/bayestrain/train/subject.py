@@ -19,6 +19,11 @@ Spectra = dict[str, list[list[float]]]
 """Per layer and bond, singular values."""
 
 
+def few_digits(values: Tensor) -> list[float]:
+    """Five digits, enough for a plot, of numbers that are written every epoch: of ResNet-110 some five thousand."""
+    return [float(f"{value:.5g}") for value in values.tolist()]
+
+
 class Subject(ABC):
     """Something that learns ranks while `searching`, then goes on with the ranks it found."""
 
