@@ -57,12 +57,23 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	  --set fit.lr=5e-4 --map 'runs/cifar10-cnn-dense-seed{seed}' --set posterior.start=jitter \
 	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=6 --set fit.checkpoint_every=1
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label tensorized --seeds 0 1 2 --kind tensorized
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label tensorized-svgd-20 --seeds 0 1 2 --particles 20 \
+	  --kind tensorized --map 'runs/cifar10-cnn-tensorized-seed{seed}' --set posterior.start=jitter \
+	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=6
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label paper --seeds 0 1 2 --preset paper
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x7 --seeds 0 1 2 3 --target-ratio 7.4
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x11 --seeds 0 1 --target-ratio 11
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label svgd-20 --seeds 2 3 --particles 20 --target-ratio 7.4 \
 	  --map 'runs/cifar10-resnet110-x7-seed{seed}' --set posterior.start=jitter --set posterior.jitter=0.2 \
 	  --set posterior.jitter_epochs=2 --set fit.checkpoint_every=1
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label dense --seeds 0 1 --kind dense --set fit.lr=16e-3
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label dense-svgd-20 --seeds 0 1 --particles 20 --kind dense \
+	  --set fit.lr=16e-3 --map 'runs/cifar10-resnet110-dense-seed{seed}' --set posterior.start=jitter \
+	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=2
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label tensorized --seeds 0 1 --kind tensorized
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label tensorized-svgd-20 --seeds 0 1 --particles 20 \
+	  --kind tensorized --map 'runs/cifar10-resnet110-tensorized-seed{seed}' --set posterior.start=jitter \
+	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=2
 
 table: $(INSTALLED) ## write results/TABLE.md and its figures from what is under results/
 	$(BIN)/bayestrain table
