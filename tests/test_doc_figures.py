@@ -5,15 +5,58 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
+from bayestrain.report.paper import PAPER
+
 ROOT = Path(__file__).parents[1]
-README, METHOD, POSTERIOR = ROOT / "README.md", ROOT / "docs" / "method.md", ROOT / "docs" / "posterior.md"
+README, METHOD, POSTERIOR, EXPERIMENTS = (
+    ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("method", "posterior", "experiments")),
+)  # fmt: skip
+
+
+def summary_of(experiment: str, label: str) -> dict[str, Any]:
+    """The summary of a line's runs, none of which may have failed."""
+    found: dict[str, Any] = json.loads((ROOT / "results" / experiment / label / "summary.json").read_text())
+    assert found["failed"] == []
+    return found
+
+
+def text_of(document: Path) -> str:
+    """A document in one line."""
+    return " ".join(document.read_text().split())
+
+
+HEADLINE = (
+    ("MNIST, two-layer MLP", "mnist", ("default", "x300"), ".0f", "svgd-50"),
+    ("CIFAR-10, CNN", "cifar10-cnn", ("x16", "x32"), ".1f", "svgd-20"),
+    ("CIFAR-10, ResNet-110", "cifar10-resnet110", ("x7", "x11"), ".1f", "svgd-20"),
+)
+"""Per line of the table on top of the README: its runs."""
+
+
+def test_the_headline_is_that_of_the_results_and_of_the_paper() -> None:
+    text = README.read_text()
+    for name, experiment, labels, style, posterior in HEADLINE:
+        dense = summary_of(experiment, "dense")["accuracy"]["mean"]
+        paper = PAPER[experiment]
+        first, second = (
+            (f"{found['ratio']['mean']:{style}}x", f"{100 * found['accuracy']['mean']:.2f} %")
+            for found in (summary_of(experiment, label) for label in labels)
+        )
+        likelihood = summary_of(experiment, posterior)["log_likelihood"]["mean"]
+        cells = [
+            name, f"{100 * dense:.2f} %",
+            f"{paper.ratio:{style}}x, {100 * paper.accuracy:.1f} %", f"{first[0]}, **{first[1]}**",
+            ", ".join(second), f"{paper.log_likelihood:.3f} → **{likelihood:.3f}**",
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in text, cells
 
 
 def test_the_readmes_figures_are_those_of_the_results() -> None:
-    summary = json.loads((ROOT / "results" / "mnist" / "default" / "summary.json").read_text())
+    summary = summary_of("mnist", "default")
     columns = ("params", "ratio", "accuracy", "log_likelihood")
     mean = [summary[key]["mean"] for key in columns]
     worst = [max(summary["params"]["each"]), *(min(summary[key]["each"]) for key in columns[1:])]
@@ -22,31 +65,29 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         line = f"| {label} | {params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         assert line in README.read_text(), line
     for label, name in (("x300", "BayesTrain, `--target-ratio 300`"), ("dense", "dense")):
-        found = json.loads((ROOT / "results" / "mnist" / label / "summary.json").read_text())
+        found = summary_of("mnist", label)
         params, ratio, accuracy, likelihood = (found[key]["mean"] for key in columns)
         row = f"{params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         assert f"| {name}, mean of 3 seeds | {row}" in README.read_text()
     targets = (("cnn", "x16", "15.8"), ("cnn", "x32", "32"), ("resnet110", "x7", "7.4"), ("resnet110", "x11", "11"))
     for name, label, ratio in targets:
-        found = json.loads((ROOT / "results" / f"cifar10-{name}" / label / "summary.json").read_text())
+        found = summary_of(f"cifar10-{name}", label)
         params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
         assert min(found["ratio"]["each"]) >= float(ratio)
         row = f"{params:,.0f} | {times:.1f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         number = len(found["params"]["each"])
         seeds = "one seed" if number == 1 else f"mean of {number} seeds"
         assert f"| BayesTrain, `--target-ratio {ratio}`, {seeds} | {row}" in README.read_text()
-        assert found["failed"] == []
         if "calibrated_log_likelihood" in found:
-            assert f"-{-found['calibrated_log_likelihood']['mean']:.3f}" in README.read_text()
+            assert f"{found['calibrated_log_likelihood']['mean']:.3f}" in text_of(EXPERIMENTS)
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
-    assert f"{bench['speedup']:.2f} times faster" in README.read_text()
+    assert f"{bench['speedup']:.2f} times faster" in text_of(EXPERIMENTS)
     assert len(summary["params"]["each"]) == 5
-    assert summary["failed"] == []
 
 
 def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     columns = ("params", "ratio", "accuracy", "log_likelihood")
-    text = " ".join(README.read_text().split())
+    readme, text = text_of(README), text_of(EXPERIMENTS)
     lines = (
         ("cnn", "dense", "dense, mean of 3 seeds", ".0f"),
         ("cnn", "tensorized", "rank 60 throughout, `--kind tensorized`, mean of 3 seeds", ".1f"),
@@ -60,18 +101,17 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     )
     for name, label, said, style in lines:
         experiment = name if name == "mnist" else f"cifar10-{name}"
-        found = json.loads((ROOT / "results" / experiment / label / "summary.json").read_text())
+        found = summary_of(experiment, label)
         if "mean_log_likelihood" in found:
             said = f"{said} (particles' mean {found['mean_log_likelihood']['mean']:.3f})"
         params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
         row = f"{params:,.0f} | {times:{style}} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
-        assert f"| {said} | {row}" in text, row
-        assert found["failed"] == []
+        assert f"| {said} | {row}" in readme, row
         if label != "paper" and "calibrated_log_likelihood" in found:
             assert f"{found['calibrated_log_likelihood']['mean']:.3f} for the" in text
     gains = []
     for name in ("cnn", "resnet110"):
-        found = json.loads((ROOT / "results" / f"cifar10-{name}" / "svgd-20" / "summary.json").read_text())
+        found = summary_of(f"cifar10-{name}", "svgd-20")
         gains.append(100 * (found["accuracy"]["mean"] - found["map_accuracy"]["mean"]))
         gains.append(found["log_likelihood"]["mean"] - found["map_calibrated_log_likelihood"]["mean"])
     cnn, deep = (
@@ -79,23 +119,28 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
         for points, nats, of in ((*gains[:2], " of accuracy"), (*gains[2:], ""))
     )
     assert f"the CNN's gain {cnn} in log likelihood, ResNet-110's {deep};" in text
-    ours, dense = found, ROOT / "results" / "cifar10-resnet110" / "dense-svgd-20" / "summary.json"
-    large = json.loads(dense.read_text())
-    assert f"have {20 * ours['params']['mean'] / large['params']['mean']:.1f} times the parameters of the dense" in text
-    assert abs(ours["log_likelihood"]["mean"] - large["map_calibrated_log_likelihood"]["mean"]) < 0.002  # "as likely as"
+    ours, large = found, summary_of("cifar10-resnet110", "dense-svgd-20")
+    together = f"have {20 * ours['params']['mean'] / large['params']['mean']:.1f} times the parameters of"
+    assert f"{together} the dense" in text
+    assert f"{together} one dense" in readme
+    small = summary_of("cifar10-resnet110", "x7")
+    mended = [found["calibrated_log_likelihood"]["mean"] for found in (small, summary_of("cifar10-resnet110", "dense"))]
+    assert f"ResNet-110 at 7.4 times then has {mended[0]:.3f}, the dense one {mended[1]:.3f}." in readme
+    apart = ours["log_likelihood"]["mean"] - large["map_calibrated_log_likelihood"]["mean"]
+    assert abs(apart) < 0.002  # "as likely as"
     had = f"{large['log_likelihood']['mean']:.3f} and {100 * large['accuracy']['mean']:.2f} %"
     assert f"around the dense one have {had}." in text
 
 
 def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
-    cut = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / "summary.json").read_text())
+    cut = summary_of("cifar10-cnn", "paper")
     learned, left = (f"{100 * cut[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
-    first = json.loads((ROOT / "results" / "mnist" / "paper" / "summary.json").read_text())
+    first = summary_of("mnist", "paper")
     before, after = (f"{100 * first[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
-    readme = " ".join(README.read_text().split())
-    assert f"take MNIST's network to {before} and the CNN to {learned} on held-out images." in readme
-    assert f"{after} are left of the one, and the other guesses" in readme
-    method = " ".join(METHOD.read_text().split())
+    text = text_of(EXPERIMENTS)
+    assert f"takes MNIST's network to {before} and the CNN to {learned} on held-out images." in text
+    assert f"{after} are left of the one, and the other guesses" in text
+    method = text_of(METHOD)
     assert f"right on {learned} of the held-out images" in method
     assert f"a network that guesses ({left}; means of three seeds)" in method
     for seed in range(3):
@@ -104,7 +149,7 @@ def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
 
 
 def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
-    text = " ".join(README.read_text().split())
+    text = text_of(README)
     for device, style in (("cuda", ".1f"), ("cpu", ".2f")):
         bench = json.loads((ROOT / "results" / "benchmarks" / f"particles-{device}.json").read_text())
         step = bench["steps"][0]
@@ -164,10 +209,9 @@ def posterior_cells(summary: dict[str, dict[str, float]], prefix: str) -> list[s
 
 
 @pytest.mark.parametrize("particles", [20, 50])
-def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
-    text, folder = " ".join(README.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
+def test_the_figures_of_posteriors_of_mnist_are_those_of_the_results(particles: int) -> None:
+    text, summary = text_of(POSTERIOR), summary_of("mnist", f"svgd-{particles}")
+    assert summary["seeds"] == [0, 1, 2]
     mean = {key: value["mean"] for key, value in summary.items() if isinstance(value, dict)}
     for label, prefix in ((f"MAP, settings of the {particles}", "map_"), (f"{particles} particles", "")):
         cells = [f"{mean[prefix + 'params']:,.0f}", *posterior_cells(summary, prefix)]
@@ -191,18 +235,23 @@ def test_the_readmes_figures_of_posteriors_are_those_of_the_results(particles: i
     if first:
         together = 20 * mean["params"]
         assert f"(log likelihood {mean['mean_log_likelihood']:.3f})" in text
-        assert f"{together:,.0f} parameters together, {496_885 / together:.1f} times fewer" in text
+        count = f"{together:,.0f} parameters together, {496_885 / together:.1f} times fewer"
+        readme = text_of(README)
+        for label, prefix in (("one network (MAP)", "map_"), ("20 particles", "")):
+            cells = [f"{mean[prefix + 'params']:,.0f}", *posterior_cells(summary, prefix)]
+            assert f"| {label} | {' | '.join(cells)} |" in readme, cells
+        assert all(count in document for document in (text, readme))
 
 
-def test_the_readmes_posteriors_of_larger_networks_are_those_of_the_results() -> None:
-    text, found = " ".join(README.read_text().split()), {}
+def test_the_figures_of_posteriors_of_larger_networks_are_those_of_the_results() -> None:
+    text, found = text_of(POSTERIOR), {}
     for label, name in (
         ("of few ranks, as above", "svgd-50"),
-        ("[of full ranks](results/mnist/tensorized-svgd-50)", "tensorized-svgd-50"),
-        ("[dense](results/mnist/dense-svgd-50)", "dense-svgd-50"),
+        ("[of full ranks](../results/mnist/tensorized-svgd-50)", "tensorized-svgd-50"),
+        ("[dense](../results/mnist/dense-svgd-50)", "dense-svgd-50"),
     ):
-        summary = json.loads((ROOT / "results" / "mnist" / name / "summary.json").read_text())
-        assert (summary["seeds"], summary["failed"]) == ([0, 1, 2], [])
+        summary = summary_of("mnist", name)
+        assert summary["seeds"] == [0, 1, 2]
         for setting in ("--particles 50", "fit.batch_size=1024", "fit.epochs=76", "fit.finetune_epochs=14"):
             assert setting in summary["command"]
         cells = " | ".join(posterior_cells(summary, ""))
@@ -212,7 +261,7 @@ def test_the_readmes_posteriors_of_larger_networks_are_those_of_the_results() ->
     assert f"have {dense['params'] / few['params']:.0f} times as many parameters" in text
     assert "no more accurate and no more likely, only better at telling strange images" in text
     for key in ("accuracy", "log_likelihood"):
-        spread = json.loads((ROOT / "results" / "mnist" / "svgd-50" / "summary.json").read_text())[key]["spread"]
+        spread = summary_of("mnist", "svgd-50")[key]["spread"]
         assert dense[key] - few[key] < spread
     assert dense["auroc"] > few["auroc"]
     assert "Those of full ranks are the best in everything." in text
@@ -223,7 +272,7 @@ def test_the_readmes_posteriors_of_larger_networks_are_those_of_the_results() ->
     assert f"without a temperature ({full['uncalibrated_ece']:.4f} and {dense['uncalibrated_ece']:.4f})" in text
     for larger in (full, dense):
         assert max(larger["ece"], larger["uncalibrated_ece"]) < larger["map_ece"]
-    alone = json.loads((ROOT / "results" / "mnist" / "dense" / "summary.json").read_text())["log_likelihood"]["mean"]
+    alone = summary_of("mnist", "dense")["log_likelihood"]["mean"]
     assert (
         f"are worse ({dense['mean_log_likelihood']:.3f}) than a dense MAP point at a rate of its own ({alone:.3f})"
         in text
@@ -232,7 +281,7 @@ def test_the_readmes_posteriors_of_larger_networks_are_those_of_the_results() ->
 
 @pytest.mark.parametrize("particles", [20, 50])
 def test_the_methods_figures_of_posteriors_are_those_of_the_results(particles: int) -> None:
-    text, folder = " ".join(POSTERIOR.read_text().split()), ROOT / "results" / "mnist" / f"svgd-{particles}"
+    text, folder = text_of(POSTERIOR), ROOT / "results" / "mnist" / f"svgd-{particles}"
     runs = [json.loads((folder / f"seed-{seed}" / "result.json").read_text()) for seed in range(3)]
     lie = [run["posterior"]["diagnostics"] for run in runs]
     mass, push = fmean(d["kernel_mass"] for d in lie), fmean(2 / d["bandwidth"] for d in lie)
@@ -249,7 +298,7 @@ def test_the_methods_figures_of_posteriors_are_those_of_the_results(particles: i
 
 
 def test_the_figures_of_particles_around_a_network_are_those_of_the_results() -> None:
-    text = " ".join(POSTERIOR.read_text().split())
+    text = text_of(POSTERIOR)
     groups = (
         ("cifar10-cnn/svgd-20", "CNN, 32 times smaller, 3 seeds", 6),
         ("cifar10-cnn/tensorized-svgd-20", "CNN, rank 60 throughout, 3 seeds", 6),
@@ -260,7 +309,7 @@ def test_the_figures_of_particles_around_a_network_are_those_of_the_results() ->
     )
     wanted = []
     for folder, name, epochs in groups:
-        found = json.loads((ROOT / "results" / folder / "summary.json").read_text())
+        found = summary_of(*folder.split("/"))
         point = (
             "map_accuracy",
             "map_log_likelihood",
@@ -297,7 +346,7 @@ def test_the_figures_of_particles_around_a_network_are_those_of_the_results() ->
             fmean(p["temperature"] for p in several),
         )
         assert f"{said} {one:.1f}, and its particles {all_:.2f}" in text
-    deep = json.loads((ROOT / "results" / "cifar10-resnet110" / "x7" / "summary.json").read_text())
+    deep = summary_of("cifar10-resnet110", "x7")
     rise = f"from {deep['log_likelihood']['mean']:.2f} to {deep['calibrated_log_likelihood']['mean']:.2f}"
     assert f"{rise} (at 7.4 times smaller, four seeds)" in text
     assert len(deep["accuracy"]["each"]) == 4
