@@ -45,7 +45,7 @@ posteriors: $(INSTALLED) ## run again the posteriors under results/: some minute
 	  --set fit.batch_size=1024 --set fit.epochs=76 --set fit.finetune_epochs=14 --set fit.lr=1e-2
 	$(BIN)/python benchmarks/particles.py --device cuda
 
-experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they want a large GPU, for some minutes each
+experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they want a large GPU, for up to half an hour each
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label x32 --seeds 0 1 2 --target-ratio 32
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label x16 --seeds 0 1 2 --target-ratio 15.8 --set fit.lr=3e-3 \
 	  --set prior.weight=0.5

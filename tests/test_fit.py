@@ -58,6 +58,9 @@ def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp
     assert strip == [{k: v for k, v in line.items() if k != "seconds"} for line in expected.history]
     on_disk = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in on_disk] == list(range(7))
+    lambdas = [value for line in on_disk for bonds in line["lambdas"].values() for bond in bonds for value in bond]
+    assert lambdas
+    assert all(float(f"{value:.5g}") == value for value in lambdas)
 
 
 def test_a_run_that_prepares_blocks_of_batches_resumes_in_the_same_bits(

@@ -105,6 +105,17 @@ def test_a_deep_network_has_maps_instead_of_hundreds_of_lines(tmp_path: Path) ->
     assert "38 left dense" in path.read_text(encoding="utf-8")
 
 
+def test_a_run_in_parts_says_when_it_went_on_and_at_which_commits(trained: Path, tmp_path: Path) -> None:
+    folder = copy_of(trained, tmp_path / "run")
+    record = json.loads((folder / "environment.json").read_text())
+    parts = {"resumed": "2026-11-16T10:20:30+00:00", "earlier": [{"commit": "1" * 40, "dirty": False}]}
+    (folder / "environment.json").write_text(json.dumps({**record, **parts}))
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert "<li>resumed <b>2026-11-16 10:20</b></li>" in html
+    assert "<li>commit <b>111111111, then 95708fb00</b></li>" in html
+    assert "<li>resumed" not in write_report(trained).read_text(encoding="utf-8")
+
+
 def test_an_interrupted_run_has_a_page_that_says_so(trained: Path, tmp_path: Path) -> None:
     late = ("result.json", "spectra.json", "evaluation.safetensors", "model.json")
     path = write_report(copy_of(trained, tmp_path / "run", without=late))

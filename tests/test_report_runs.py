@@ -301,6 +301,7 @@ def test_a_run_in_parts_names_the_commit_of_each(trained: Path, tmp_path: Path) 
     for earlier, commits in (
         ([{"commit": "1" * 40, "dirty": True}, {"commit": None}, {"commit": "95708fb0000", "dirty": False}],
          "111111111 + changes, then 95708fb00"),
+        ([{"commit": "95708fb0000"}, {"commit": "2" * 40}], "95708fb00, then 222222222, then 95708fb00"),
         ("none", "95708fb00"),
     ):  # fmt: skip
         (folder / "environment.json").write_text(json.dumps({**last, "earlier": earlier}))

@@ -81,11 +81,13 @@ def run(
         if done.returncode:
             print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
             return None
-    try:
-        result: dict[str, Any] = json.loads((out / "result.json").read_text())
-    except ValueError as error:
-        print(f"seed {seed} failed: {out / 'result.json'} is damaged ({error}). Remove {out} to train it anew.")
-        return None
+    for file in KEPT[:2]:
+        try:
+            json.loads((out / file).read_text())
+        except (OSError, ValueError) as error:
+            print(f"seed {seed} failed: {out / file} is damaged ({error}). Remove {out} to train it anew.")
+            return None
+    result: dict[str, Any] = json.loads((out / "result.json").read_text())
     kept = results / f"seed-{seed}"
     kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
@@ -117,10 +119,11 @@ def searched(result: dict[str, Any], out: Path) -> dict[str, float]:
     return {"searched_accuracy": before[-1]["accuracy"], "validation_accuracy": after["accuracy"]}
 
 
-def parts(out: Path) -> list[dict[str, Any]]:
-    """What each part of a run ran on, the last one first: a run that was stopped has several, perhaps of other code."""
-    last: dict[str, Any] = json.loads((out / "environment.json").read_text())
-    return [last, *last.get("earlier", [])]
+def commits(out: Path) -> set[str]:
+    """The commits that a run was trained at: one that was stopped has several parts, a posterior has its MAP point."""
+    records = (out / "environment.json", out / "map" / "environment.json")
+    last = [json.loads(record.read_text()) for record in records if record.exists()]
+    return {str(part.get("commit")) for record in last for part in (record, *record.get("earlier", []))}
 
 
 def figures(result: dict[str, Any], out: Path) -> dict[str, float]:
@@ -182,7 +185,7 @@ def main() -> None:
         "seeds": arguments.seeds,
         "failed": [seed for seed, result in zip(arguments.seeds, found, strict=True) if result is None],
         "command": f"python tools/run_seeds.py {shlex.join(sys.argv[1:])}",
-        "commits": sorted({str(part["commit"]) for out, _, _ in good for part in parts(out)}),
+        "commits": sorted(set().union(*(commits(out) for out, _, _ in good))),
         **{
             key: {
                 "mean": statistics.fmean(row[key] for row in rows),

@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def _commits(environment: Json) -> str:
         for part in (*parts, environment)
         if part.get("commit")
     ]
-    return ", then ".join(dict.fromkeys(said))
+    return ", then ".join(commit for commit, _ in groupby(said))
 
 
 def _plain(value: Any) -> str:

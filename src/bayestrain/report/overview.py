@@ -91,7 +91,8 @@ def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -
         texts.append(again)
     if experiment.groups:
         commands = [f"- `{group.label}`: `{group.command}`" for group in experiment.groups]
-        texts.append("\n".join(["The commands that make the lines again:", "", *commands]))
+        after = "; one with `--map` starts around networks that must be there" if "--map" in "".join(commands) else ""
+        texts.append("\n".join([f"The commands that make the lines again{after}:", "", *commands]))
     texts += [f"![{p.title}](figures/{p.name}.svg)\n\n*{p.caption}*" for p in pictures]
     return "\n\n".join(texts) + "\n"
 

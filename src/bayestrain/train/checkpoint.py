@@ -62,6 +62,13 @@ class History:
                 file.write(json.dumps(line) + "\n")
 
 
+def epochs_written(folder: Path) -> int:
+    """The last epoch of the history that a run with a checkpoint has left; 0 without one."""
+    history = folder / "history.jsonl"
+    lines = _lines(history) if (folder / LAST).exists() and history.exists() else ()
+    return max((int(line["epoch"]) for line in lines), default=0)
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     texts = path.read_bytes().splitlines()
     for number, text in enumerate(texts, start=1):

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 
 import bayestrain
+from bayestrain.errors import ConfigError
+from bayestrain.files import write_json
+from bayestrain.train.checkpoint import epochs_written
+from bayestrain.train.records import read_record
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -30,6 +34,29 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "dirty": dirty,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def note_environment(out: Path, device: torch.device, command: str) -> dict[str, Any]:
+    """Write what the run in `out` runs on now, and of a resumed run what each `earlier` part ran on, up to which epoch.
+
+    `started` and `command` stay those of the beginning. A part that left no epoch is none.
+    """
+    now = {**describe_environment(device), "command": command}
+    file = out / "environment.json"
+    if file.exists():
+        advice = " Remove it, then go on with --resume."
+        before = read_record(file, ("started", "command"), advice)
+        earlier = before.get("earlier", [])
+        if not isinstance(earlier, list) or not all(isinstance(part, dict) for part in earlier):
+            raise ConfigError(f"{file} is damaged: earlier is no list of parts.{advice}")
+        part = {key: value for key, value in before.items() if key in now and key != "command"}
+        part |= {"started": before.get("resumed", before["started"]), "epochs": epochs_written(out)}
+        if part["epochs"] > (earlier[-1].get("epochs", 0) if earlier else 0):
+            earlier = [*earlier, part]
+        begun = {key: before[key] for key in ("started", "command")}
+        now = {**now, **begun, "resumed": now["started"], "earlier": earlier}
+    write_json(file, now)
+    return now
 
 
 def source_version() -> tuple[str | None, bool | None]:

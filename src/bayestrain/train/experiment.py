@@ -15,7 +15,7 @@ from torch import nn
 from bayestrain import models
 from bayestrain.convert import TensorizeConfig, tensorize_
 from bayestrain.errors import ConfigError, TrainingError
-from bayestrain.files import write_atomically, write_json
+from bayestrain.files import write_atomically
 from bayestrain.infer import imq
 from bayestrain.layers import TTLayer
 from bayestrain.posterior import Posterior, around, independent, retain_freed_memory
@@ -23,7 +23,7 @@ from bayestrain.saved import load_model
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.train import toml
 from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, differences
-from bayestrain.train.environment import describe_environment, peak_memory_bytes
+from bayestrain.train.environment import note_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.fitting import fit, fit_posterior
 from bayestrain.train.loop import FitResult
@@ -35,7 +35,7 @@ from bayestrain.train.particles import check_room
 from bayestrain.train.places import LAST, MAP, TAKING, has_work
 from bayestrain.train.point import Point
 from bayestrain.train.progress import Progress, Unfinished
-from bayestrain.train.records import read_record, read_result
+from bayestrain.train.records import read_result
 from bayestrain.train.tensorboard import summary_writer
 
 JITTER_RATE = 0.1
@@ -56,7 +56,7 @@ def run_experiment(
     if point is not None:
         check_point(config, point, out)
     prepare_folder(config, out, resume)
-    environment = _environment(out, torch.device(device), command)
+    environment = note_environment(out, torch.device(device), command)
     retain_freed_memory()
     if point is not None and not (out / MAP / "result.json").exists():
         progress.message(f"the MAP point is that of {point}")
@@ -78,7 +78,7 @@ def _run_map(config: RunConfig, out: Path, device: str, progress: Progress, comm
     progress.message("first the MAP point of the same settings, to compare with")
     resume = (out / LAST).exists()
     prepare_folder(point, out, resume)
-    environment = _environment(out, torch.device(device), command)
+    environment = note_environment(out, torch.device(device), command)
     _run(point, out, device, resume, Unfinished(progress), environment, outside=True)
     progress.message(f"now the posterior of {config.posterior.particles} particles")
 
@@ -262,20 +262,6 @@ def tensorize(model: nn.Module, settings: TensorizeSettings) -> None:
     dense = {name for name in names for pattern in settings.keep_dense if fnmatch.fnmatchcase(name, pattern)}
     modes = {name: chosen for name, chosen in settings.modes.items() if name not in dense}
     tensorize_(model, TensorizeConfig(settings.max_rank, settings.init, modes=modes), lambda _, name: name not in dense)
-
-
-def _environment(out: Path, place: torch.device, command: str) -> dict[str, Any]:
-    """Note what the run runs on now; a resumed run keeps its beginning and what each `earlier` part of it ran on."""
-    now = {**describe_environment(place), "command": command}
-    file = out / "environment.json"
-    if file.exists():
-        before = read_record(file, ("started", "command"), " Remove it, then go on with --resume.")
-        begun = {key: before[key] for key in ("started", "command")}
-        part = {key: value for key, value in before.items() if key in now and key != "command"}
-        part["started"] = before.get("resumed", before["started"])
-        now = {**now, **begun, "resumed": now["started"], "earlier": [*before.get("earlier", []), part]}
-    write_json(file, now)
-    return now
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ Spectra = dict[str, list[list[float]]]
 
 
 def few_digits(values: Tensor) -> list[float]:
-    """Five digits, enough for a plot, of numbers that are written every epoch: of ResNet-110 some five thousand."""
+    """Five digits, enough for a plot, of numbers that are written every epoch, thousands for a deep network."""
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
