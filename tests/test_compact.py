@@ -234,7 +234,8 @@ def test_the_report_says_when_a_layer_collapsed() -> None:
     with torch.no_grad():
         for core in zero[0].cores:
             core.zero_()
-    bt.compact_(zero)
+    (*_, note, _) = bt.compact_(zero).notes
+    assert note.startswith("the weight of '0' has shrunk to nothing: the prior outweighed the data")
     assert zero[0].ranks == (1, 1, 1, 1, 1)
     assert torch.isfinite(zero[0].weight).all()
 

@@ -39,6 +39,12 @@ def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
         bt.TensorizeConfig(**arguments)
 
 
+def test_a_filter_in_the_place_of_the_config_is_named() -> None:
+    model = mlp()
+    with unchanged(model), pytest.raises(ConfigError, match=r"config must be a TensorizeConfig, got .*filter_fn="):
+        bt.tensorize_(model, lambda _module, _name: True)
+
+
 def test_a_tuple_of_ranks_must_fit_every_layer() -> None:
     model = models.mnist_mlp()
     with unchanged(model), pytest.raises(ShapeError, match=r"one number or 1 inner ranks, got \(8, 1, 5\)") as error:

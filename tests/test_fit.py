@@ -335,3 +335,56 @@ def test_what_needs_a_folder_asks_for_one() -> None:
     for options in ({"resume": True}, {"config": settings(tensorboard=True)}):
         with pytest.raises(ConfigError, match="need the folder of a run"):
             bt.fit(network(), TRAIN, None, options.pop("config", settings()), **options)
+
+
+def test_evaluate_gets_the_model_in_evaluation_mode_and_training_goes_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 30), nn.BatchNorm1d(30), nn.Dropout(0.5), nn.Linear(30, 10))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
+    norm = model[2]
+    modes: list[bool] = []
+
+    def evaluate(given: nn.Module) -> dict[str, float]:
+        modes.append(given.training)
+        before = norm.running_mean.clone()
+        given(torch.full((64, 784), 100.0))
+        assert torch.equal(norm.running_mean, before)  # validation data leave no trace
+        return {"nothing": 0.0}
+
+    bt.fit(model, TRAIN, evaluate, settings(epochs=2, finetune_epochs=1))
+    assert modes == [False] * 4  # before the first epoch, too
+    assert model.training
+    assert float(norm.running_mean.abs().max()) > 0  # trained between
+
+
+def test_what_evaluate_returns_and_what_is_trained_on_is_checked() -> None:
+    with pytest.raises(ConfigError, match=r"evaluate must return a dict of numbers, such as .*, got 0\.9"):
+        bt.fit(network(), TRAIN, lambda _: 0.9, settings())
+    dataset = torch.utils.data.TensorDataset(TRAIN.images, TRAIN.labels)
+    with pytest.raises(ConfigError, match=r"train must be bayestrain\.data\.Images.*, got a TensorDataset"):
+        bt.fit(network(), dataset, None, settings())
+
+
+def test_a_folder_is_gone_on_with_the_same_settings_and_never_overwritten(tmp_path: Path) -> None:
+    config = settings(epochs=1, finetune_epochs=1)
+    model = network()
+    bt.fit(model, TRAIN, None, config, folder=tmp_path)
+    checkpoint, cores = (tmp_path / "checkpoint-last.pt").read_bytes(), network().state_dict()
+    fresh = network()
+    with pytest.raises(ConfigError, match=r"already holds a run. Go on with resume=True, or give another folder"):
+        bt.fit(fresh, TRAIN, None, config, folder=tmp_path)
+    for changes, options, message in (
+        ({"lr": 1e-4}, {}, r"lr was 0\.01, now 0\.0001"),
+        ({}, {"seed": 3}, "seed was 0, now 3"),
+        ({}, {"prior": bt.PriorConfig(weight=0.5)}, r"prior\.weight was 1\.0, now 0\.5"),
+    ):
+        other = dataclasses.replace(config, **changes)
+        with pytest.raises(ConfigError, match=f"cannot go on with other settings: {message}"):
+            bt.fit(network(), TRAIN, None, other, **options, folder=tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="number of images was 1000, now 500"):
+        bt.fit(network(), TRAIN.subset(range(500)), None, config, folder=tmp_path, resume=True)
+    assert (tmp_path / "checkpoint-last.pt").read_bytes() == checkpoint
+    assert all(torch.equal(value, cores[name]) for name, value in fresh.state_dict().items())  # nothing was touched
+    again = dataclasses.replace(config, checkpoint_every=7)  # does not change what is trained
+    bt.fit(fresh, TRAIN, None, again, folder=tmp_path, resume=True)
+    assert bt.ranks(fresh) == bt.ranks(model)

@@ -69,6 +69,12 @@ def test_calibration_finds_a_temperature_and_keeps_the_classes() -> None:
         regression.calibrate_(x, y)
 
 
+def test_predict_wants_a_tensor() -> None:
+    posterior = Posterior(independent(perceptron, 2), NUM_DATA, optimizer=adam)
+    with pytest.raises(ConfigError, match="Inputs must be a tensor, got a ndarray"):
+        posterior.predict(np.zeros((3, 4)))
+
+
 def test_predict_refuses_nonsense() -> None:
     posterior = Posterior(independent(perceptron, 2), NUM_DATA)
     x, _ = digits((12,))

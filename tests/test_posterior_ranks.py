@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain import gauge, tt
 from bayestrain.errors import ConfigError
-from bayestrain.posterior import Posterior, independent
+from bayestrain.posterior import Posterior, independent, stacked_cores
 from bayestrain.posterior.ranks import by_contribution, by_lambda, by_rounding, own_ranks, take
+from bayestrain.sizes import tt_layers
 
 SHAPES = [(3, 4), (4, 2), (3, 3)]
 
@@ -223,6 +224,19 @@ def test_ranks_are_fixed_with_the_prior_and_the_learning_rate_of_before() -> Non
         trained()[0].fix_ranks_(variance=-1.0)
     posterior.fix_ranks_(variance=2.0)
     assert (posterior.prior.weight, posterior.prior.variance) == (0.3, 2.0)  # type: ignore[union-attr]
+
+
+def test_layers_that_vanished_in_some_particles_are_named() -> None:
+    posterior, _, _ = trained()
+    assert not any("nothing" in note for note in posterior.compact_(0.0).notes)
+    name = next(iter(tt_layers(posterior.template)))
+    with torch.no_grad():
+        for i in (0, 2):
+            for core in stacked_cores(posterior, name, tt_layers(posterior.template)[name]):
+                core[i] *= 1e-2
+    (note,) = posterior.compact_(1e-9).notes  # and no advice to let the prior weigh more
+    assert note.startswith(f"the weight of {name!r} has shrunk to nothing in 2 of {len(posterior)} particles (0, 2): ")
+    assert "warmup_steps" in note
 
 
 def test_a_threshold_that_empties_bonds_is_told_and_advice_given() -> None:

@@ -128,6 +128,8 @@ def test_precision_graph_and_repr() -> None:
     assert prediction.mean.dtype == prediction.std.dtype == torch.float64
     assert not prediction.mean.requires_grad
     assert repr(prediction).startswith("RegressionPrediction(4 particles, 6 inputs, 2 outputs; mean variance ")
+    column = RegressionPrediction(MEANS[..., :1], VARIANCES[..., :1])
+    assert repr(column).startswith("RegressionPrediction(4 particles, 6 inputs; mean variance ")
     assert repr(SCALAR.subset([])) == "RegressionPrediction(4 particles, 0 inputs)"
 
 

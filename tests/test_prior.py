@@ -132,6 +132,9 @@ def test_lambda_is_saved_with_the_model_and_taken_off_for_deployment() -> None:
     torch.testing.assert_close(again.lambdas()["0"][0], prior.lambdas()["0"][0])
     prior.remove_()
     assert set(model.state_dict()) == names
+    for use in (prior.loss, prior.step, prior.gradients, prior.move_lambdas_, prior.scales):
+        with pytest.raises(bt.BayesTrainError, match=r"removed from its model\. Make a new RankPrior"):
+            use()
 
 
 def test_loading_lambda_keeps_the_settings_of_the_prior() -> None:

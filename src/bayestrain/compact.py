@@ -1,5 +1,6 @@
 """`compact_`: cut the ranks that do not matter, a physically smaller model out."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from bayestrain.target import weight_share
 
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
+VANISHED = 1e-3
+"""Norm of a weight, per root of its outputs, below which its layer passes nothing on; at the start it is about 1."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,10 @@ def compact_(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
     collapsed = [collapse(name, bond, tol) for name, plan in plans.items() for bond in plan.collapsed]
+    norms = {name: float(tt.norm([core.double() for core in layer.cores])) for name, layer in layers.items()}
+    collapsed += [vanished(name) for name, layer in layers.items() if has_vanished(layer, norms[name])]
     steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
-    notes = (*collapsed, *advice(rows, rule, cut_before(layers), steps))
+    notes = (*collapsed, *advice(rows, rule, cut_before(layers) or bool(collapsed), steps))
     return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
 
 
@@ -283,6 +288,19 @@ def collapse(name: str, bond: int, threshold: float) -> str:
     return (
         f"bond {bond} of {name!r} collapsed: no lambda is above {threshold}, rank 1 was kept. An absolute threshold "
         "depends on the gauge; use rule='rounding'."
+    )
+
+
+def has_vanished(layer: TTLayer, norm: float) -> bool:
+    """Whether a weight of this norm is as good as none for the layer."""
+    return norm < VANISHED * math.sqrt(layer.outputs)
+
+
+def vanished(name: str, particles: str = "") -> str:
+    """The note on a layer whose weight is all but zero, perhaps in some particles only."""
+    return (
+        f"the weight of {name!r} has shrunk to nothing{particles}: the prior outweighed the data before these could "
+        "speak. Let it come in slowly (RankPrior(.., warmup_steps=..)), or lower its weight."
     )
 
 

@@ -99,7 +99,9 @@ class TensorizeReport:
         header = ["layer", "kind", "shape", "in modes", "out modes", "ranks", "dense", "tensor train"]
         table = text_table(header, rows, left_columns=6)
         kept = "".join(f"\nkept dense: {name} ({reason})" for name, reason in self.kept)
-        return table + kept
+        larger = [row.name for row in self.layers if row.parameters > row.dense_parameters]
+        note = f"\nlarger than dense until ranks fall: {', '.join(larger)}" if larger else ""
+        return table + kept + note
 
 
 def tensorize_(
@@ -119,6 +121,8 @@ def tensorize_(
         A report that prints as a table.
     """
     config = config or TensorizeConfig()
+    if not isinstance(config, TensorizeConfig):
+        raise ConfigError(f"config must be a TensorizeConfig, got {config!r}. A filter goes into filter_fn=.")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)

@@ -13,7 +13,7 @@ from bayestrain import shrinkage, tt
 from bayestrain.batchnorm import normalised_layers
 from bayestrain.bonds import copy_, join, pieces
 from bayestrain.errors import ConfigError
-from bayestrain.grouped import Groups, Scale
+from bayestrain.grouped import Group, Groups, Scale
 from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
 from bayestrain.sizes import tt_layers
@@ -144,6 +144,7 @@ class RankPrior:
                     held = state.held_norm
                     held.copy_(torch.where(held > 0, held, tt.norm(list(layer.cores))))
         self._groups = Groups(layers, trained, frozenset(norms))
+        self._removed = False
 
     @property
     def current_weight(self) -> float:
@@ -158,7 +159,7 @@ class RankPrior:
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included."""
         terms = []
-        for group in self._groups.now():
+        for group in self._now():
             flat, u = join(group.cores), join(group.log_lambdas)
             terms.append(group.bonds.log_prob(flat, group.bonds.precision(u), u, self.a, self.b))
         if others := self._others():
@@ -181,7 +182,7 @@ class RankPrior:
         """
         scale = (self.current_weight if weight is None else weight) / self.num_data
         terms, parameters, gradients = [], [], []
-        for group in self._groups.now():
+        for group in self._now():
             flat, u = join(group.cores), join(group.log_lambdas)
             precision = group.bonds.precision(u)
             terms.append(group.bonds.log_prob(flat, precision, u, self.a, self.b))
@@ -198,7 +199,7 @@ class RankPrior:
     @torch.no_grad()
     def move_lambdas_(self) -> None:
         """Move every lambda towards where the cores want it; a part of `step` for loops that do it elsewhere."""
-        for group in self._groups.now():
+        for group in self._now():
             with own_precision(group.cores[0]):
                 u = group.bonds.moved(join(group.cores), join(group.log_lambdas), self._move, self.a, self.floor)
                 copy_(group.log_lambdas, pieces(u, group.log_lambdas))
@@ -206,7 +207,7 @@ class RankPrior:
     @torch.no_grad()
     def scales(self) -> list[Scale | None]:
         """What `step` would hold the scales with now; for loops that work it out beside something else."""
-        return [group.scale() if group.layout.held else None for group in self._groups.now()]
+        return [group.scale() if group.layout.held else None for group in self._now()]
 
     @torch.no_grad()
     def step(self, move: bool = True, scales: Sequence[Scale | None] | None = None) -> None:
@@ -217,7 +218,7 @@ class RankPrior:
         """
         align = self.aligns_next
         self.steps += 1
-        groups = self._groups.now()
+        groups = self._now()
         for group, scale in zip(groups, scales or [None] * len(groups), strict=True):
             with own_precision(group.cores[0]):
                 group.hold_scale_(self.held, scale)
@@ -243,6 +244,12 @@ class RankPrior:
         """Take lambda off the model: what is left is what a user deploys."""
         for layer in self.layers.values():
             layer.rank_state = None
+        self._removed = True
+
+    def _now(self) -> list[Group]:
+        if self._removed:
+            raise ConfigError("This prior was removed from its model. Make a new RankPrior to go on with one.")
+        return self._groups.now()
 
     def state_dict(self) -> dict[str, Any]:
         """What the prior itself must remember to go on; lambda is in the model's ``state_dict``."""

@@ -182,6 +182,7 @@ def _description(model: nn.Module, about: Mapping[str, Any]) -> str:
     if any(layer.rank_state is not None for layer in layers.values()):
         raise ConfigError(
             "The model still carries lambda. Call prior.remove_() before saving it for use, "
+            "RankPrior(model, num_data=1).remove_() if there is no prior any more, "
             "or posterior.fix_ranks_() if it is a posterior."
         )
     description = {

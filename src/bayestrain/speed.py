@@ -66,11 +66,11 @@ class PlanReport:
         if not self.layers:
             return self.verdict()
         rows = [
-            [row.name, times(row.input_shape), row.plan, f"{row.dense_operations / row.operations:.2f}x",
+            [row.name, times(row.input_shape), row.plan, f"{row.operations / row.dense_operations:.2f}",
              f"{row.seconds * 1e6:,.0f}", f"{row.dense_seconds * 1e6:,.0f}", f"{row.ratio:.2f}"]
             for row in self.layers
         ]  # fmt: skip
-        header = ["layer", "input", "plan", "fewer multiplications", "us, predicted", "dense", "of dense"]
+        header = ["layer", "input", "plan", "multiplications / dense", "us, predicted", "us, dense", "time / dense"]
         return text_table(header, rows, left_columns=3) + "\n" + self.verdict()
 
 

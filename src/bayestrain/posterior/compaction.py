@@ -17,7 +17,9 @@ from bayestrain.compact import (
     collapse,
     cut_before,
     fingerprint,
+    has_vanished,
     relative_error,
+    vanished,
 )
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
@@ -58,8 +60,17 @@ def compact_particles(
         error = 0.0 if cut is None else errors[name]
         rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
     collapsed = [collapse(name, bond, tol) for name, cut in cuts.items() if cut is not None for bond in cut.collapsed]
-    notes = (*collapsed, *advice(rows, rule, cut_before(layers)))
+    collapsed += [note for name, layer in layers.items() for note in _vanished(model, name, layer)]
+    notes = (*collapsed, *advice(rows, rule, cut_before(layers) or bool(collapsed)))
     return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, notes)
+
+
+def _vanished(model: ParticleModel, name: str, layer: TTLayer) -> list[str]:
+    """A note if the layer has shrunk to nothing in some particles."""
+    cores = [core.double() for core in stacked_cores(model, name, layer)]
+    norms = vmap(lambda *chain: tt.norm(chain))(*cores).tolist()
+    which = [str(i) for i, norm in enumerate(norms) if has_vanished(layer, norm)]
+    return [vanished(name, f" in {len(which)} of {len(model)} particles ({', '.join(which)})")] if which else []
 
 
 def rank_spread(model: ParticleModel, tol: float) -> dict[str, list[list[int]]]:

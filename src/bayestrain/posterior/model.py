@@ -100,6 +100,8 @@ class ParticleModel:
         if not all(hasattr(size, "__index__") and size >= 1 for size in (batch_size, 1 if chunk is None else chunk)):
             raise ConfigError(f"batch_size and chunk must be integers of at least 1, got {batch_size} and {chunk}.")
         batch_size, size = index(batch_size), None if chunk is None else index(chunk)
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"Inputs must be a tensor, got a {type(x).__name__}.")
         if len(x) == 0:
             raise ConfigError("There is no input to predict for.")
         tensors = {**self.particles, **self.carried}

@@ -56,7 +56,8 @@ class RegressionPrediction:
 
     def __repr__(self) -> str:
         n, number = self.particle_means.shape[:2]
-        outputs = f", {self.particle_means.shape[2]} outputs" if self.particle_means.ndim == 3 else ""
+        wide = self.particle_means.shape[2] if self.particle_means.ndim == 3 else 1
+        outputs = f", {wide} outputs" if wide != 1 else ""
         size = f"{n} particle{'s' * (n != 1)}, {number} input{'s' * (number != 1)}{outputs}"
         if self.particle_means.numel() == 0:
             return f"RegressionPrediction({size})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.loop import Augment, Evaluate, FitResult, Loop
 from bayestrain.train.metrics import check_labels
 from bayestrain.train.particles import ParticleSubject
+from bayestrain.train.places import LAST
 from bayestrain.train.point import Loss, Point
 from bayestrain.train.progress import Progress, Silent
 from bayestrain.train.schedule import steps_per_epoch
@@ -56,7 +58,8 @@ def fit(
     Args:
         model: a model with TT layers; any model without a `search`.
         train: training images; they go through `augment` as floats in [0, 1], on `device`.
-        evaluate: called after each epoch with the model, returns validation metrics; never give it the test set.
+        evaluate: called after each epoch with the model, in evaluation mode; returns a dict of validation metrics.
+            Never give it the test set.
         config, prior: the settings of the loop and of the prior.
         search: whether ranks are sought. If not, every weight has the prior Normal(0, ``prior.other_variance``) and
             nothing is cut.
@@ -64,17 +67,19 @@ def fit(
             at once (`Images.batches`).
         loss: mean loss of a batch; its outputs' largest entry counts as the predicted class in the progress.
         folder: where checkpoints and ``history.jsonl`` go; none are written without it.
-        resume: go on from the last checkpoint in `folder`. On a CPU the result is the same, bit for bit.
+        resume: go on from the last checkpoint in `folder`, with the same settings. On a CPU the result is the same,
+            bit for bit.
         progress: who watches.
     """
-    place = torch.device(device)
+    place, settings = torch.device(device), prior or PriorConfig()
+    _check_folder(folder, config, resume)
     x, _ = _first_batch(train, config, augment, place, seed)
     if loss is F.cross_entropy:  # what labels another loss takes, it knows itself
         with products(config.precision, place), lowered(config.precision, place):
             check_labels(model.to(place), x, train.labels)
-    subject = Point(model, config, prior or PriorConfig(), loss, len(train), place, search)
-    watcher = progress or Silent()
-    run = Loop(subject, train, evaluate, config, augment, place, seed, folder, resume, watcher)
+    subject = Point(model, config, settings, loss, len(train), place, search)
+    watcher, common = progress or Silent(), _common(config, settings, search, seed, train)
+    run = Loop(subject, train, evaluate, config, augment, place, seed, folder, watcher, common)
     with products(config.precision, place), lowered(config.precision, place):
         if tt_layers(model):
             watcher.message(plan_report(model, subject.arrange(x), training=True).verdict())
@@ -108,9 +113,9 @@ def fit_posterior(
         temperature: for "sgld", which is its own optimiser: 1 (default) samples the posterior, less a sharper one.
     """
     place, settings = torch.device(device), prior or PriorConfig()
-    steps = steps_per_epoch(len(train), config.batch_size)
+    _check_folder(folder, config, resume)
     x, y = _first_batch(train, config, augment, place, seed)
-    models = list(models)
+    models, steps = list(models), steps_per_epoch(len(train), config.batch_size)
     for model in models[:1]:
         with products(config.precision, place), lowered(config.precision, place):
             check_labels(model.to(place), x, train.labels)
@@ -131,15 +136,34 @@ def fit_posterior(
     watcher = progress or Silent()
     watcher.message(f"{particles.estimate_memory(x, y)}")
     subject = ParticleSubject(particles, config, settings, probe=x[:PROBE])
-    run = Loop(subject, train, evaluate, config, augment, place, seed, folder, resume, watcher)
+    common = _common(config, settings, search, seed, train)
+    run = Loop(subject, train, evaluate, config, augment, place, seed, folder, watcher, common)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ParticleWarning)  # the run tells of broken particles in its own way
         return particles, run.run(resume)
 
 
+def _check_folder(folder: Path | str | None, config: FitConfig, resume: bool) -> None:
+    """Before anything is changed: a folder where one is needed, and never another run's."""
+    if folder is None:
+        if resume or config.tensorboard:
+            raise ConfigError("resume and fit.tensorboard need the folder of a run. Give folder=.")
+    elif not resume and (Path(folder) / LAST).exists():
+        raise ConfigError(f"{folder} already holds a run. Go on with resume=True, or give another folder.")
+
+
+def _common(config: FitConfig, prior: PriorConfig, search: bool, seed: int, train: Images) -> dict[str, Any]:
+    """What a run has in common with the one that it goes on from."""
+    fitted = {key: value for key, value in asdict(config).items() if key not in ("tensorboard", "checkpoint_every")}
+    priors = {f"prior.{key}": value for key, value in asdict(prior).items()}
+    return {**fitted, **priors, "search": search, "seed": seed, "number of images": len(train)}
+
+
 def _first_batch(
     train: Images, config: FitConfig, augment: Augment | None, device: torch.device, seed: int
 ) -> tuple[Tensor, Tensor]:
+    if not isinstance(train, Images):
+        raise ConfigError(f"train must be bayestrain.data.Images(images, labels), got a {type(train).__name__}.")
     if len(train) == 0:
         raise ConfigError("There are no training images.")
     x, y = next(train.batches(config.batch_size, shuffle=False, device=device))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayestrain.data import Images
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
+from bayestrain.layers.evaluation import evaluating
 from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig
 from bayestrain.train.particles import ParticleSubject
@@ -58,10 +60,8 @@ class Loop:
 
     def __init__(
         self, subject: Subject, train: Images, evaluate: Evaluate | None, config: FitConfig, augment: Augment | None,
-        device: torch.device, seed: int, folder: Path | str | None, resume: bool, progress: Progress,
+        device: torch.device, seed: int, folder: Path | str | None, progress: Progress, settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        if folder is None and (resume or config.tensorboard):
-            raise ConfigError("resume and fit.tensorboard need the folder of a run. Give folder=.")
         self.subject = subject
         self.train = train.to(device)
         self.evaluate = evaluate
@@ -72,6 +72,8 @@ class Loop:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.progress = progress
+        self.settings = settings
+        """What a run must have in common with the one that it goes on from."""
         if config.precision == "tf32" and device.type != "cuda":
             progress.message("fit.precision tf32 is for a GPU; here products are those of float32")
         self.order = torch.Generator().manual_seed(seed)
@@ -218,8 +220,7 @@ class Loop:
                 self.progress.message(message)
         except TrainingError as error:
             raise self._diverged(self.epoch, self.steps_per_epoch, f"{error} is not finite", self.rate) from None
-        found = self.evaluate(self.subject.evaluated()) if self.evaluate is not None else None
-        validation = None if found is None else {name: float(value) for name, value in found.items()}
+        validation = None if self.evaluate is None else self._validation(self.evaluate)
         line = {
             "epoch": self.epoch,
             "phase": self._phase(),
@@ -237,6 +238,14 @@ class Loop:
             self.saved = self.epoch
         self.progress.epoch(line)
 
+    def _validation(self, evaluate: Evaluate) -> dict[str, float]:
+        subject = self.subject.evaluated()
+        with evaluating(subject) if isinstance(subject, nn.Module) else nullcontext():
+            found = evaluate(subject)
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"evaluate must return a dict of numbers, such as {{'accuracy': 0.9}}, got {found!r}.")
+        return {name: float(value) for name, value in found.items()}
+
     def _phase(self) -> str:
         if self.subject.searching:
             return "search"
@@ -246,6 +255,7 @@ class Loop:
         """Everything that the next step depends on."""
         return {
             "format": 3,
+            "settings": self.settings,
             "epoch": self.epoch,
             "subject": self.subject.state(),
             "order": self.order.get_state(),
@@ -261,7 +271,15 @@ class Loop:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to the moment `state` was made."""
+        """Go back to the moment `state` was made, if it was made with the same settings."""
+        before = state.get("settings", self.settings)
+        other = [
+            f"{key} was {before.get(key)!r}, now {now!r}"
+            for key, now in self.settings.items()
+            if before.get(key) != now
+        ]
+        if other:
+            raise ConfigError(f"The run in {self.folder} cannot go on with other settings: {'; '.join(other)}.")
         self.subject.restore(state["subject"])
         self.order.set_state(state["order"])
         if len(state["noise"]) == len(self.noise.get_state()):
