@@ -77,6 +77,7 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         row = f"{params:,.0f} | {ratio:.0f} | {100 * accuracy:.2f} % | {likelihood:.3f} |"
         assert f"| {name}, mean of 3 seeds | {row}" in README.read_text()
     targets = (("cnn", "x16", "15.8"), ("cnn", "x32", "32"), ("resnet110", "x7", "7.4"), ("resnet110", "x11", "11"))
+    calibrated = {}
     for name, label, ratio in targets:
         found = summary_of(f"cifar10-{name}", label)
         params, times, accuracy, likelihood = (found[key]["mean"] for key in columns)
@@ -86,7 +87,10 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
         seeds = "one seed" if number == 1 else f"mean of {number} seeds"
         assert f"| BayesTrain, `--target-ratio {ratio}`, {seeds} | {row}" in README.read_text()
         if "calibrated_log_likelihood" in found:
-            assert f"{found['calibrated_log_likelihood']['mean']:.3f}" in text_of(EXPERIMENTS)
+            calibrated[f"{name} {ratio}"] = f"{found['calibrated_log_likelihood']['mean']:.3f}"
+    deep = f"are {calibrated['resnet110 7.4']} and {calibrated['resnet110 11']} for ResNet-110 at 7.4 and 11 times"
+    assert deep in text_of(EXPERIMENTS)
+    assert f"{calibrated['cnn 32']} for the CNN at 32 times" in text_of(EXPERIMENTS)
     bench = json.loads((ROOT / "results" / "benchmarks" / "compaction-mnist.json").read_text())
     assert f"{bench['speedup']:.2f} times faster" in text_of(EXPERIMENTS)
     assert len(summary["params"]["each"]) == 5
@@ -128,7 +132,7 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     cnn, deep = gains.pop(("cnn", "")), gains.pop(("resnet110", ""))
     assert f"the CNN at 32 times gains {cnn[0]} points of accuracy and {cnn[1]} in log likelihood" in text
     assert f"ResNet-110 at 7.4 times {deep[0]} points and {deep[1]};" in text
-    points, nats = (sorted(column) for column in zip(*gains.values(), strict=True))
+    points, nats = (sorted(column, key=float) for column in zip(*gains.values(), strict=True))
     assert f"larger networks gain {points[0]} to {points[-1]} points and {nats[0]} to {nats[-1]}." in text
     ours, large = (summary_of("cifar10-resnet110", f"{kind}svgd-20") for kind in ("", "dense-"))
     together = f"have {20 * ours['params']['mean'] / large['params']['mean']:.1f} times the parameters of"
@@ -152,7 +156,7 @@ def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
     before, after = (f"{100 * first[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
     text = text_of(EXPERIMENTS)
     assert f"takes MNIST's network to {before} and the CNN to {learned} on held-out images." in text
-    assert f"{after} are left of the one, and the other guesses" in text
+    assert f"MNIST's network falls to {after}, the CNN to chance." in text
     method = text_of(METHOD)
     assert f"right on {learned} of the held-out images" in method
     assert f"a network that guesses ({left}; means of three seeds)" in method
@@ -248,6 +252,8 @@ def test_the_figures_of_posteriors_of_mnist_are_those_of_the_results(particles: 
     if first:
         together = 20 * mean["params"]
         assert f"(log likelihood {mean['mean_log_likelihood']:.3f})" in text
+        alone = f"with one the single network has {mean['map_calibrated_log_likelihood']:.4f}."
+        assert alone in text_of(README)
         count = f"{together:,.0f} parameters together, {496_885 / together:.1f} times fewer"
         readme = text_of(README)
         for label, prefix in (("one network (MAP)", "map_"), ("20 particles", "")):
@@ -272,12 +278,12 @@ def test_the_figures_of_posteriors_of_larger_networks_are_those_of_the_results()
         found[name] = {key: value["mean"] for key, value in summary.items() if isinstance(value, dict)}
     few, full, dense = found.values()
     assert f"have {dense['params'] / few['params']:.0f} times as many parameters" in text
-    assert "no more accurate and no more likely, only better at telling strange images" in text
+    assert "no more accurate and no more likely, only better at recognising unfamiliar images" in text
     for key in ("accuracy", "log_likelihood"):
         spread = summary_of("mnist", "svgd-50")[key]["spread"]
         assert dense[key] - few[key] < spread
     assert dense["auroc"] > few["auroc"]
-    assert "Those of full ranks are the best in everything." in text
+    assert "Those of full ranks are the best in every figure but size." in text
     for key in ("accuracy", "log_likelihood", "auroc"):
         assert full[key] > max(dense[key], few[key])
     assert full["ece"] < min(dense["ece"], few["ece"])

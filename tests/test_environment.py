@@ -11,8 +11,8 @@ import torch
 
 from bayestrain.errors import ConfigError
 from bayestrain.train import environment
+from bayestrain.train.checkpoint import save_checkpoint
 from bayestrain.train.environment import note_environment
-from bayestrain.train.places import LAST
 
 CPU = torch.device("cpu")
 
@@ -30,9 +30,9 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, until: int) -> None:
-    """Leave behind what a run that has reached an epoch does."""
-    (folder / LAST).touch()
-    (folder / "history.jsonl").write_text("".join(json.dumps({"epoch": number}) + "\n" for number in range(until + 1)))
+    """Leave behind what a run does whose last checkpoint is that of an epoch, and whose history is farther on."""
+    save_checkpoint(folder, {"format": 3, "epoch": until})
+    (folder / "history.jsonl").write_text("".join(json.dumps({"epoch": number}) + "\n" for number in range(until + 3)))
 
 
 @pytest.mark.usefixtures("commits")
@@ -62,7 +62,16 @@ def test_a_part_without_an_epoch_is_none(tmp_path: Path) -> None:
     assert found["commit"] == "c4"
 
 
-@pytest.mark.parametrize("earlier", [None, 3, "none", [1]])
+@pytest.mark.usefixtures("commits")
+def test_of_a_part_without_a_checkpoint_nothing_is_left(tmp_path: Path) -> None:
+    note_environment(tmp_path, CPU, "")
+    train(tmp_path, 5)
+    note_environment(tmp_path, CPU, "")
+    (tmp_path / "checkpoint-last.pt").unlink()  # as a damaged one is, to begin anew
+    assert note_environment(tmp_path, CPU, "")["earlier"] == []
+
+
+@pytest.mark.parametrize("earlier", [None, 3, "none", [1], [{}], [{"epochs": "three"}]])
 def test_a_damaged_record_is_named(earlier: object, tmp_path: Path) -> None:
     file = tmp_path / "environment.json"
     file.write_text(json.dumps({"started": "", "command": "", "earlier": earlier}))

@@ -360,6 +360,9 @@ def test_evaluate_gets_the_model_in_evaluation_mode_and_training_goes_on() -> No
 def test_what_evaluate_returns_and_what_is_trained_on_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"evaluate must return a dict of numbers, such as .*, got 0\.9"):
         bt.fit(network(), TRAIN, lambda _: 0.9, settings())
+    for value in (None, torch.ones(2)):
+        with pytest.raises(ConfigError, match=r"evaluate must return numbers, got {'a': "):
+            bt.fit(network(), TRAIN, lambda _, value=value: {"a": value}, settings())
     dataset = torch.utils.data.TensorDataset(TRAIN.images, TRAIN.labels)
     with pytest.raises(ConfigError, match=r"train must be bayestrain\.data\.Images.*, got a TensorDataset"):
         bt.fit(network(), dataset, None, settings())
@@ -380,11 +383,27 @@ def test_a_folder_is_gone_on_with_the_same_settings_and_never_overwritten(tmp_pa
     ):
         other = dataclasses.replace(config, **changes)
         with pytest.raises(ConfigError, match=f"cannot go on with other settings: {message}"):
-            bt.fit(network(), TRAIN, None, other, **options, folder=tmp_path, resume=True)
+            bt.fit(fresh, TRAIN, None, other, **options, folder=tmp_path, resume=True)
     with pytest.raises(ConfigError, match="number of images was 1000, now 500"):
-        bt.fit(network(), TRAIN.subset(range(500)), None, config, folder=tmp_path, resume=True)
+        bt.fit(fresh, TRAIN.subset(range(500)), None, config, folder=tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="trains was 'a network', now 'a posterior'"):
+        bt.fit_posterior([fresh], TRAIN, None, config, folder=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        bt.fit(fresh, TRAIN, None, config, folder=tmp_path / "mistyped", resume=True)
+    assert not (tmp_path / "mistyped").exists()
     assert (tmp_path / "checkpoint-last.pt").read_bytes() == checkpoint
+    assert fresh.state_dict().keys() == cores.keys()
     assert all(torch.equal(value, cores[name]) for name, value in fresh.state_dict().items())  # nothing was touched
     again = dataclasses.replace(config, checkpoint_every=7)  # does not change what is trained
     bt.fit(fresh, TRAIN, None, again, folder=tmp_path, resume=True)
     assert bt.ranks(fresh) == bt.ranks(model)
+
+
+def test_the_same_model_goes_on_though_it_has_reached_its_target(tmp_path: Path) -> None:
+    config = settings(target_ratio=200.0, optimizer=np.str_("adam"))  # a notebook may have such a string
+    model = network()
+    with pytest.raises(Interrupted):
+        bt.fit(model, TRAIN, None, config, folder=tmp_path, progress=StopAfter(5), seed=np.int64(1))
+    assert bt.count_parameters(model) * 200 <= 496_885
+    result = bt.fit(model, TRAIN, None, config, folder=tmp_path, resume=True, seed=1)
+    assert [line["epoch"] for line in result.history] == list(range(7))

@@ -352,3 +352,21 @@ def test_the_command_line_trains_evaluates_and_predicts_with_a_posterior(run: Pa
     refused = CliRunner().invoke(app, ["train", "mnist-mini", "--particles", "1", "--out", str(tmp_path / "no")])
     assert refused.exit_code == 2
     assert not (tmp_path / "no").exists()
+
+
+def test_a_posterior_goes_on_as_what_it_was(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        bt.fit_posterior(
+            bt.independent(network, 3), TRAIN, None, settings(), folder=tmp_path, progress=StopAfter(1)
+        )  # fmt: skip
+    for number, options, message in (
+        (4, {}, "particles was 3, now 4"),
+        (3, {"method": "ensemble"}, "method was 'svgd', now 'ensemble'"),
+        (3, {"kernel": infer.imq}, "kernel was None, now 'imq'"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot go on with other settings: {message}"):
+            bt.fit_posterior(
+                bt.independent(network, number), TRAIN, None, settings(), **options, folder=tmp_path, resume=True
+            )
+    with pytest.raises(ConfigError, match="trains was 'a posterior', now 'a network'"):
+        bt.fit(network(), TRAIN, None, settings(), folder=tmp_path, resume=True)

@@ -133,8 +133,11 @@ def test_lambda_is_saved_with_the_model_and_taken_off_for_deployment() -> None:
     prior.remove_()
     assert set(model.state_dict()) == names
     for use in (prior.loss, prior.step, prior.gradients, prior.move_lambdas_, prior.scales):
-        with pytest.raises(bt.BayesTrainError, match=r"removed from its model\. Make a new RankPrior"):
+        with pytest.raises(bt.BayesTrainError, match=r"has lost its lambda: the prior was removed\. Make a new"):
             use()
+    bt.RankPrior(fresh, num_data=1).remove_()  # as those do who have no prior any more
+    with pytest.raises(bt.BayesTrainError, match="has lost its lambda"):
+        again.loss()
 
 
 def test_loading_lambda_keeps_the_settings_of_the_prior() -> None:

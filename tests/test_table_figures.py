@@ -183,7 +183,7 @@ def test_seeds_that_fail_are_counted_and_end_in_an_error(
     (run / "result.json").write_text('{"params": 1')
     with pytest.raises(SystemExit, match="1"):
         run_seeds(monkeypatch, *words, "fit.lr=1e-2")
-    assert "result.json is damaged" in capsys.readouterr().out
+    assert "mnist-mini-bad-seed0 is damaged" in capsys.readouterr().out
     assert not list(summary.parent.glob("seed-*"))
 
 

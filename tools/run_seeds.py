@@ -81,13 +81,12 @@ def run(
         if done.returncode:
             print(f"seed {seed} failed with exit code {done.returncode}", flush=True)
             return None
-    for file in KEPT[:2]:
-        try:
-            json.loads((out / file).read_text())
-        except (OSError, ValueError) as error:
-            print(f"seed {seed} failed: {out / file} is damaged ({error}). Remove {out} to train it anew.")
-            return None
-    result: dict[str, Any] = json.loads((out / "result.json").read_text())
+    try:
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+        commits(out)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        print(f"seed {seed} failed: a record of {out} is damaged ({error}). Remove the folder to train it anew.")
+        return None
     kept = results / f"seed-{seed}"
     kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
@@ -123,7 +122,8 @@ def commits(out: Path) -> set[str]:
     """The commits that a run was trained at: one that was stopped has several parts, a posterior has its MAP point."""
     records = (out / "environment.json", out / "map" / "environment.json")
     last = [json.loads(record.read_text()) for record in records if record.exists()]
-    return {str(part.get("commit")) for record in last for part in (record, *record.get("earlier", []))}
+    parts = [part for record in last for part in (record, *record.get("earlier", []))]
+    return {part["commit"] for part in parts if part.get("commit")}
 
 
 def figures(result: dict[str, Any], out: Path) -> dict[str, float]:

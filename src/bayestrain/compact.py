@@ -1,13 +1,14 @@
 """`compact_`: cut the ranks that do not matter, a physically smaller model out."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from bayestrain import shrinkage, tt
+from bayestrain.batchnorm import normalised_layers
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
@@ -18,7 +19,7 @@ from bayestrain.target import weight_share
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
 VANISHED = 1e-3
-"""Norm of a weight, per root of its outputs, below which its layer passes nothing on; at the start it is about 1."""
+"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def compact_(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
     collapsed = [collapse(name, bond, tol) for name, plan in plans.items() for bond in plan.collapsed]
-    norms = {name: float(tt.norm([core.double() for core in layer.cores])) for name, layer in layers.items()}
-    collapsed += [vanished(name) for name, layer in layers.items() if has_vanished(layer, norms[name])]
+    norms = {name: [float(tt.norm([core.double() for core in layer.cores]))] for name, layer in layers.items()}
+    gone = {name: vanished_note(name) for name in vanished(model, norms)}
     steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
-    notes = (*collapsed, *advice(rows, rule, cut_before(layers) or bool(collapsed), steps))
+    notes = (*collapsed, *gone.values(), *advice(rows, rule, cut_before(layers), gone, steps))
     return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
 
 
@@ -291,29 +292,46 @@ def collapse(name: str, bond: int, threshold: float) -> str:
     )
 
 
-def has_vanished(layer: TTLayer, norm: float) -> bool:
-    """Whether a weight of this norm is as good as none for the layer."""
-    return norm < VANISHED * math.sqrt(layer.outputs)
+def vanished(model: nn.Module, norms: Mapping[str, Sequence[float]]) -> dict[str, list[int]]:
+    """Layers with lambda whose weights, one per particle, are as good as none, and in which particles; given norms.
+
+    In front of a batch norm the size of a weight says nothing.
+    """
+    layers = tt_layers(model)
+    found = {
+        name: [i for i, norm in enumerate(each) if norm < VANISHED * math.sqrt(layers[name].outputs)]
+        for name, each in norms.items()
+        if layers[name].rank_state is not None
+    }
+    free = normalised_layers(model) if any(found.values()) else {}
+    return {name: which for name, which in found.items() if which and name not in free}
 
 
-def vanished(name: str, particles: str = "") -> str:
+def vanished_note(name: str, where: str = "") -> str:
     """The note on a layer whose weight is all but zero, perhaps in some particles only."""
     return (
-        f"the weight of {name!r} has shrunk to nothing{particles}: the prior outweighed the data before these could "
-        "speak. Let it come in slowly (RankPrior(.., warmup_steps=..)), or lower its weight."
+        f"the weight of {name!r} has shrunk to almost nothing{where}. Probably the prior outweighed the data before "
+        "they could have an effect: let it come in slowly (warmup_steps of RankPrior, prior.warmup_epochs of a run), "
+        "or lower its weight."
     )
 
 
-def advice(rows: Sequence[CompactedLayer], rule: str, earlier: bool, steps: str = "") -> list[str]:
-    """What to try where ranks did not move, though none fell `earlier`, or fell to 1; `steps` to check come first."""
+def advice(
+    rows: Sequence[CompactedLayer], rule: str, earlier: bool, gone: Container[str] = (), steps: str = ""
+) -> list[str]:
+    """What to try where ranks did not move, though none fell `earlier`, or fell to 1; `steps` to check come first.
+
+    Of layers that are `gone`, the weight of the prior is not to rise, and their ranks are no matter.
+    """
     notes = []
     moved = earlier or any(row.ranks != row.ranks_before for row in rows)
     if not moved and any(max(row.ranks) > 1 for row in rows):
-        notes.append(f"no rank moved. Train longer or with a larger prior weight, {steps}or raise tol.")
+        weight = "" if any(row.name in gone for row in rows) else " or with a larger prior weight"
+        notes.append(f"no rank moved. Train longer{weight}, {steps}or raise tol.")
     if rule != "lambda":
         notes += [
             f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, lower the prior weight."
             for row in rows
-            if max(row.ranks) == 1 < max(row.ranks_before)
+            if max(row.ranks) == 1 < max(row.ranks_before) and row.name not in gone
         ]
     return notes

@@ -100,7 +100,7 @@ class TensorizeReport:
         table = text_table(header, rows, left_columns=6)
         kept = "".join(f"\nkept dense: {name} ({reason})" for name, reason in self.kept)
         larger = [row.name for row in self.layers if row.parameters > row.dense_parameters]
-        note = f"\nlarger than dense until ranks fall: {', '.join(larger)}" if larger else ""
+        note = f"\nlarger than dense at these ranks: {', '.join(larger)}" if larger else ""
         return table + kept + note
 
 
@@ -120,7 +120,7 @@ def tensorize_(
     Returns:
         A report that prints as a table.
     """
-    config = config or TensorizeConfig()
+    config = TensorizeConfig() if config is None else config
     if not isinstance(config, TensorizeConfig):
         raise ConfigError(f"config must be a TensorizeConfig, got {config!r}. A filter goes into filter_fn=.")
     names: dict[nn.Module, list[str]] = {}

@@ -144,7 +144,6 @@ class RankPrior:
                     held = state.held_norm
                     held.copy_(torch.where(held > 0, held, tt.norm(list(layer.cores))))
         self._groups = Groups(layers, trained, frozenset(norms))
-        self._removed = False
 
     @property
     def current_weight(self) -> float:
@@ -244,11 +243,10 @@ class RankPrior:
         """Take lambda off the model: what is left is what a user deploys."""
         for layer in self.layers.values():
             layer.rank_state = None
-        self._removed = True
 
     def _now(self) -> list[Group]:
-        if self._removed:
-            raise ConfigError("This prior was removed from its model. Make a new RankPrior to go on with one.")
+        if any(layer.rank_state is None for layer in self.layers.values()):
+            raise ConfigError("The model has lost its lambda: the prior was removed. Make a new RankPrior to go on.")
         return self._groups.now()
 
     def state_dict(self) -> dict[str, Any]:

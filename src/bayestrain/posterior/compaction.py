@@ -1,7 +1,7 @@
 """Compact all particles together: the same ranks for each, the optimiser's state along with them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -17,9 +17,9 @@ from bayestrain.compact import (
     collapse,
     cut_before,
     fingerprint,
-    has_vanished,
     relative_error,
     vanished,
+    vanished_note,
 )
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
@@ -36,6 +36,9 @@ from bayestrain.posterior.ranks import (
 )
 from bayestrain.sizes import tt_layers
 from bayestrain.target import smallest_tolerance, weight_share
+
+NAMED = 5
+"""So many particles are named in a note."""
 
 
 @torch.no_grad()
@@ -60,17 +63,21 @@ def compact_particles(
         error = 0.0 if cut is None else errors[name]
         rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
     collapsed = [collapse(name, bond, tol) for name, cut in cuts.items() if cut is not None for bond in cut.collapsed]
-    collapsed += [note for name, layer in layers.items() for note in _vanished(model, name, layer)]
-    notes = (*collapsed, *advice(rows, rule, cut_before(layers) or bool(collapsed)))
+    gone = _vanished(model, layers)
+    notes = (*collapsed, *gone.values(), *advice(rows, rule, cut_before(layers), gone))
     return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, notes)
 
 
-def _vanished(model: ParticleModel, name: str, layer: TTLayer) -> list[str]:
-    """A note if the layer has shrunk to nothing in some particles."""
-    cores = [core.double() for core in stacked_cores(model, name, layer)]
-    norms = vmap(lambda *chain: tt.norm(chain))(*cores).tolist()
-    which = [str(i) for i, norm in enumerate(norms) if has_vanished(layer, norm)]
-    return [vanished(name, f" in {len(which)} of {len(model)} particles ({', '.join(which)})")] if which else []
+def _vanished(model: ParticleModel, layers: Mapping[str, TTLayer]) -> dict[str, str]:
+    """A note on each layer that has shrunk to nothing, with the particles in which it has."""
+    cores = {name: [core.double() for core in stacked_cores(model, name, layer)] for name, layer in layers.items()}
+    norms = {name: vmap(lambda *chain: tt.norm(chain))(*chains).tolist() for name, chains in cores.items()}
+    notes = {}
+    for name, which in vanished(model.template, norms).items():
+        few = ", ".join(map(str, which[:NAMED])) + (", .." if len(which) > NAMED else "")
+        some = f"{len(which)} of {len(model)} particles ({few})"
+        notes[name] = vanished_note(name, f" in {some if len(which) < len(model) else f'all {len(model)} particles'}")
+    return notes
 
 
 def rank_spread(model: ParticleModel, tol: float) -> dict[str, list[list[int]]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bayestrain.errors import TrainingError
+from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import naming, write_atomically
 from bayestrain.train.places import LAST
 
@@ -22,13 +22,13 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     write_atomically(folder / LAST, content.getvalue())
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint, with tensors on the CPU. Loads data only, never code."""
+def load_checkpoint(folder: Path, *, glance: bool = False) -> dict[str, Any]:
+    """Read a checkpoint, with tensors on the CPU; at a `glance` they stay in the file. Loads data only, never code."""
     path = folder / LAST
     if not path.exists():
         raise TrainingError(f"There is nothing to resume in {folder}: it has no {LAST}. Start without resume.")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=glance)
     except (OSError, MemoryError):
         raise  # the file may well be whole
     except Exception as error:  # whatever pickle, zip or torch make of a damaged file
@@ -62,11 +62,21 @@ class History:
                 file.write(json.dumps(line) + "\n")
 
 
-def epochs_written(folder: Path) -> int:
-    """The last epoch of the history that a run with a checkpoint has left; 0 without one."""
-    history = folder / "history.jsonl"
-    lines = _lines(history) if (folder / LAST).exists() and history.exists() else ()
-    return max((int(line["epoch"]) for line in lines), default=0)
+def epochs_kept(folder: Path) -> int:
+    """The epoch that a run can go on from: that of its checkpoint, 0 without one."""
+    return int(load_checkpoint(folder, glance=True)["epoch"]) if (folder / LAST).exists() else 0
+
+
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on from the checkpoint in `folder` with other settings than it was made with."""
+    before = load_checkpoint(folder, glance=True).get("settings", {})
+    changed = [key for key, now in settings.items() if before.get(key, now) != now]
+    if changed:
+        other = "; ".join(f"{key} was {before[key]!r}, now {settings[key]!r}" for key in changed)
+        raise ConfigError(
+            f"The run in {folder} cannot go on with other settings: {other}. "
+            "Go on with the same, or train in another folder."
+        )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

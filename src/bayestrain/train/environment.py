@@ -15,7 +15,7 @@ import torch
 import bayestrain
 from bayestrain.errors import ConfigError
 from bayestrain.files import write_json
-from bayestrain.train.checkpoint import epochs_written
+from bayestrain.train.checkpoint import epochs_kept
 from bayestrain.train.records import read_record
 
 
@@ -39,19 +39,21 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 def note_environment(out: Path, device: torch.device, command: str) -> dict[str, Any]:
     """Write what the run in `out` runs on now, and of a resumed run what each `earlier` part ran on, up to which epoch.
 
-    `started` and `command` stay those of the beginning. A part that left no epoch is none.
+    `started` and `command` stay those of the beginning. A part of which no checkpoint is left is none.
     """
     now = {**describe_environment(device), "command": command}
     file = out / "environment.json"
     if file.exists():
         advice = " Remove it, then go on with --resume."
         before = read_record(file, ("started", "command"), advice)
-        earlier = before.get("earlier", [])
-        if not isinstance(earlier, list) or not all(isinstance(part, dict) for part in earlier):
-            raise ConfigError(f"{file} is damaged: earlier is no list of parts.{advice}")
+        earlier, reached = before.get("earlier", []), epochs_kept(out)
+        try:
+            earlier = [part for part in earlier if 0 < part["epochs"] <= reached]  # of the others nothing is left
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"{file} is damaged: earlier is no list of parts.{advice}") from error
         part = {key: value for key, value in before.items() if key in now and key != "command"}
-        part |= {"started": before.get("resumed", before["started"]), "epochs": epochs_written(out)}
-        if part["epochs"] > (earlier[-1].get("epochs", 0) if earlier else 0):
+        part |= {"started": before.get("resumed", before["started"]), "epochs": reached}
+        if reached > (earlier[-1]["epochs"] if earlier else 0):
             earlier = [*earlier, part]
         begun = {key: before[key] for key in ("started", "command")}
         now = {**now, **begun, "resumed": now["started"], "earlier": earlier}

@@ -5,9 +5,11 @@ A user with a loop of their own needs none of this; see the README.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from bayestrain.prior import Prior
 from bayestrain.sizes import tt_layers
 from bayestrain.speed import plan_report
 from bayestrain.train.arithmetic import lowered, products
+from bayestrain.train.checkpoint import check_settings
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.loop import Augment, Evaluate, FitResult, Loop
 from bayestrain.train.metrics import check_labels
@@ -58,8 +61,8 @@ def fit(
     Args:
         model: a model with TT layers; any model without a `search`.
         train: training images; they go through `augment` as floats in [0, 1], on `device`.
-        evaluate: called after each epoch with the model, in evaluation mode; returns a dict of validation metrics.
-            Never give it the test set.
+        evaluate: called before the first epoch and after each with the model, in evaluation mode; returns a dict of
+            validation metrics. Never give it the test set.
         config, prior: the settings of the loop and of the prior.
         search: whether ranks are sought. If not, every weight has the prior Normal(0, ``prior.other_variance``) and
             nothing is cut.
@@ -71,14 +74,16 @@ def fit(
             bit for bit.
         progress: who watches.
     """
-    place, settings = torch.device(device), prior or PriorConfig()
-    _check_folder(folder, config, resume)
+    place, settings, seed = torch.device(device), prior or PriorConfig(), index(seed)
+    _check_train(train)
+    common = _common(config, settings, search, seed, train, trains="a network")
+    _check_folder(folder, config, resume, common)
     x, _ = _first_batch(train, config, augment, place, seed)
     if loss is F.cross_entropy:  # what labels another loss takes, it knows itself
         with products(config.precision, place), lowered(config.precision, place):
             check_labels(model.to(place), x, train.labels)
     subject = Point(model, config, settings, loss, len(train), place, search)
-    watcher, common = progress or Silent(), _common(config, settings, search, seed, train)
+    watcher = progress or Silent()
     run = Loop(subject, train, evaluate, config, augment, place, seed, folder, watcher, common)
     with products(config.precision, place), lowered(config.precision, place):
         if tt_layers(model):
@@ -112,10 +117,15 @@ def fit_posterior(
         method, kernel, chunk: as for `Posterior`.
         temperature: for "sgld", which is its own optimiser: 1 (default) samples the posterior, less a sharper one.
     """
-    place, settings = torch.device(device), prior or PriorConfig()
-    _check_folder(folder, config, resume)
-    x, y = _first_batch(train, config, augment, place, seed)
+    place, settings, seed = torch.device(device), prior or PriorConfig(), index(seed)
+    _check_train(train)
     models, steps = list(models), steps_per_epoch(len(train), config.batch_size)
+    common = _common(
+        config, settings, search, seed, train, trains="a posterior", particles=len(models), method=method,
+        kernel=None if kernel is None else getattr(kernel, "__name__", repr(kernel)), temperature=temperature,
+    )  # fmt: skip
+    _check_folder(folder, config, resume, common)
+    x, y = _first_batch(train, config, augment, place, seed)
     for model in models[:1]:
         with products(config.precision, place), lowered(config.precision, place):
             check_labels(model.to(place), x, train.labels)
@@ -136,35 +146,45 @@ def fit_posterior(
     watcher = progress or Silent()
     watcher.message(f"{particles.estimate_memory(x, y)}")
     subject = ParticleSubject(particles, config, settings, probe=x[:PROBE])
-    common = _common(config, settings, search, seed, train)
     run = Loop(subject, train, evaluate, config, augment, place, seed, folder, watcher, common)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ParticleWarning)  # the run tells of broken particles in its own way
         return particles, run.run(resume)
 
 
-def _check_folder(folder: Path | str | None, config: FitConfig, resume: bool) -> None:
-    """Before anything is changed: a folder where one is needed, and never another run's."""
+def _check_folder(
+    folder: Path | str | None, config: FitConfig, resume: bool, common: dict[str, Any]
+) -> None:  # fmt: skip
+    """Before anything is changed: a folder where one is needed, the same settings as before, never another run's."""
     if folder is None:
         if resume or config.tensorboard:
             raise ConfigError("resume and fit.tensorboard need the folder of a run. Give folder=.")
-    elif not resume and (Path(folder) / LAST).exists():
+    elif resume:
+        check_settings(Path(folder), common)
+    elif (Path(folder) / LAST).exists():
         raise ConfigError(f"{folder} already holds a run. Go on with resume=True, or give another folder.")
 
 
-def _common(config: FitConfig, prior: PriorConfig, search: bool, seed: int, train: Images) -> dict[str, Any]:
-    """What a run has in common with the one that it goes on from."""
+def _common(
+    config: FitConfig, prior: PriorConfig, search: bool, seed: int, train: Images, **others: Any
+) -> dict[str, Any]:
+    """What a run has in common with the one that it goes on from, as JSON would have it."""
     fitted = {key: value for key, value in asdict(config).items() if key not in ("tensorboard", "checkpoint_every")}
     priors = {f"prior.{key}": value for key, value in asdict(prior).items()}
-    return {**fitted, **priors, "search": search, "seed": seed, "number of images": len(train)}
+    common = {**others, **fitted, **priors, "search": bool(search), "seed": seed, "number of images": len(train)}
+    found: dict[str, Any] = json.loads(json.dumps(common))
+    return found
+
+
+def _check_train(train: Images) -> None:
+    if not isinstance(train, Images):
+        raise ConfigError(f"train must be bayestrain.data.Images(images, labels), got a {type(train).__name__}.")
+    if len(train) == 0:
+        raise ConfigError("There are no training images.")
 
 
 def _first_batch(
     train: Images, config: FitConfig, augment: Augment | None, device: torch.device, seed: int
 ) -> tuple[Tensor, Tensor]:
-    if not isinstance(train, Images):
-        raise ConfigError(f"train must be bayestrain.data.Images(images, labels), got a {type(train).__name__}.")
-    if len(train) == 0:
-        raise ConfigError("There are no training images.")
     x, y = next(train.batches(config.batch_size, shuffle=False, device=device))
     return x if augment is None else augment(x, torch.Generator(device).manual_seed(seed)), y

@@ -81,8 +81,6 @@ class Loop:
         self.steps_per_epoch = steps_per_epoch(len(train), config.batch_size)
         self.total_epochs = config.epochs + config.finetune_epochs
         self.start_ratio = subject.ratio
-        if config.target_ratio:
-            subject.check_target(config)
         self.rate = config.lr
         self.epoch = 0
         self.seconds = 0.0
@@ -99,6 +97,8 @@ class Loop:
         """All epochs that are left, then the final rounding if it has not been."""
         if resume and self.folder is not None:
             self.restore(load_checkpoint(self.folder))
+        elif self.config.target_ratio:
+            self.subject.check_target(self.config)
         history = History(self.folder, until_epoch=-1 if self.saved is None else self.saved)
         log = EpochLog(self.folder if self.config.tensorboard else None)
         try:
@@ -244,7 +244,10 @@ class Loop:
             found = evaluate(subject)
         if not isinstance(found, Mapping):
             raise ConfigError(f"evaluate must return a dict of numbers, such as {{'accuracy': 0.9}}, got {found!r}.")
-        return {name: float(value) for name, value in found.items()}
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"evaluate must return numbers, got {found!r}: {error}.") from error
 
     def _phase(self) -> str:
         if self.subject.searching:
@@ -264,6 +267,7 @@ class Loop:
             "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
             "seconds": self.seconds,
             "rate": self.rate,
+            "start_ratio": self.start_ratio,
             "arrived": self.arrived,
             "search_ended": self.search_ended,
             "spectra": self.spectra,
@@ -271,15 +275,7 @@ class Loop:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to the moment `state` was made, if it was made with the same settings."""
-        before = state.get("settings", self.settings)
-        other = [
-            f"{key} was {before.get(key)!r}, now {now!r}"
-            for key, now in self.settings.items()
-            if before.get(key) != now
-        ]
-        if other:
-            raise ConfigError(f"The run in {self.folder} cannot go on with other settings: {'; '.join(other)}.")
+        """Go back to the moment `state` was made."""
         self.subject.restore(state["subject"])
         self.order.set_state(state["order"])
         if len(state["noise"]) == len(self.noise.get_state()):
@@ -292,6 +288,7 @@ class Loop:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.epoch = self.saved = state["epoch"]
         self.seconds, self.rate = state["seconds"], state["rate"]
+        self.start_ratio = state.get("start_ratio", self.start_ratio)
         self.arrived, self.search_ended = state["arrived"], state["search_ended"]
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 
