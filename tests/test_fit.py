@@ -20,6 +20,7 @@ from bayestrain import data
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.train import toml
 from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
+from bayestrain.train.config import differences
 from bayestrain.train.experiment import run_experiment
 from bayestrain.train.metrics import check_labels, evaluator
 from bayestrain.train.progress import Silent
@@ -242,6 +243,9 @@ def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
     other = config.replace("fit", lr=0.5)
     with pytest.raises(bt.BayesTrainError, match=r"another config \(fit.lr"):
         run_experiment(other, tmp_path / "run", device="cpu", resume=True, progress=Silent(), command="test")
+    moved = config.replace("fit", checkpoint_every=9, tensorboard=True).replace("data", folder=str(tmp_path))
+    assert differences(config, moved) == []  # none of which changes what is trained
+    assert differences(config, moved.replace("fit", lr=0.5)) == [f"fit.lr: {config.fit.lr}, now 0.5"]
 
 
 def test_labels_that_are_no_class_are_refused_before_a_step_and_left_to_other_losses() -> None:

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bayestrain.train.config import IMMATERIAL
+
 KEPT = ("result.json", "environment.json", "config.toml")
 NETWORK = ("model.json", "model.safetensors")
 LARGEST = 1 << 20
@@ -33,7 +35,7 @@ LARGEST = 1 << 20
 ANSWERS = "evaluation.safetensors"
 """The answers to every test image and outside image, some 0.7 MB: kept of one seed only."""
 
-NO_MATTER = ("experiment.seed", "data.folder", "fit.checkpoint_every", "fit.tensorboard")
+NO_MATTER = ("experiment.seed", *IMMATERIAL)
 """Settings that do not change what is trained."""
 
 SUMMARISED = ("params", "ratio", "accuracy", "log_likelihood", "ece", "seconds")

@@ -333,14 +333,18 @@ def unknown(keys: tuple[str, ...]) -> str:
     return f"There is no setting {shown(written)}.{hint} {listed}."
 
 
+IMMATERIAL = ("data.folder", "fit.checkpoint_every", "fit.tensorboard")
+"""Settings that do not change what is trained: a run may go on with others."""
+
+
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """Every setting in which two configs differ: ``["fit.lr: 0.01, now 0.02"]``."""
+    """Every setting that matters in which two configs differ: ``["fit.lr: 0.01, now 0.02"]``."""
     before, after = old.to_dict(), new.to_dict()
     return [
         f"{section}.{key}: {shown(value)}, now {shown(after[section][key])}"
         for section, table in before.items()
         for key, value in table.items()
-        if value != after[section][key]
+        if value != after[section][key] and f"{section}.{key}" not in IMMATERIAL
     ]
 
 

@@ -26,7 +26,7 @@ from bayestrain.sizes import tt_layers
 from bayestrain.speed import plan_report
 from bayestrain.train.arithmetic import lowered, products
 from bayestrain.train.checkpoint import check_settings
-from bayestrain.train.config import FitConfig, PriorConfig
+from bayestrain.train.config import IMMATERIAL, FitConfig, PriorConfig
 from bayestrain.train.loop import Augment, Evaluate, FitResult, Loop
 from bayestrain.train.metrics import check_labels
 from bayestrain.train.particles import ParticleSubject
@@ -169,7 +169,7 @@ def _common(
     config: FitConfig, prior: PriorConfig, search: bool, seed: int, train: Images, **others: Any
 ) -> dict[str, Any]:
     """What a run has in common with the one that it goes on from, as JSON would have it."""
-    fitted = {key: value for key, value in asdict(config).items() if key not in ("tensorboard", "checkpoint_every")}
+    fitted = {key: value for key, value in asdict(config).items() if f"fit.{key}" not in IMMATERIAL}
     priors = {f"prior.{key}": value for key, value in asdict(prior).items()}
     common = {**others, **fitted, **priors, "search": bool(search), "seed": seed, "number of images": len(train)}
     found: dict[str, Any] = json.loads(json.dumps(common))

@@ -36,7 +36,7 @@ def check_point(config: RunConfig, run: Path, out: Path | None = None) -> None:
     if missing := [name for name in ("config.toml", *TAKEN) if not (run / name).is_file()]:
         raise ConfigError(f"{run} cannot be the MAP point: it has no {missing[0]}, so it is no complete, finished run.")
     had = toml.load(run / "config.toml")
-    if changed := differences(_as_in(had, config), config):
+    if changed := differences(dataclasses.replace(had, posterior=config.posterior), config):
         raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
     for name in ("environment.json", "spectra.json", "result.json"):  # what is damaged is found before anything is done
         if (run / name).exists():
@@ -58,13 +58,6 @@ def take_over(config: RunConfig, run: Path, out: Path, device: str, command: str
     evaluate_run(scratch, device=device, command=command, with_outside=True)
     shutil.rmtree(place, ignore_errors=True)  # one that was begun
     scratch.rename(place)
-
-
-def _as_in(had: RunConfig, config: RunConfig) -> RunConfig:
-    """A config with another's values where these do not matter to a point."""
-    kept = {"checkpoint_every": config.fit.checkpoint_every, "tensorboard": config.fit.tensorboard}
-    same = had.replace("fit", **kept).replace("data", folder=config.data.folder)
-    return dataclasses.replace(same, posterior=config.posterior)
 
 
 def _same_weights(one: Path, other: Path) -> bool:
