@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bayestrain.train.config import IMMATERIAL
+from bayestrain.train.records import commits
 
 KEPT = ("result.json", "environment.json", "config.toml")
 NETWORK = ("model.json", "model.safetensors")
@@ -85,7 +86,7 @@ def run(
             return None
     try:
         result: dict[str, Any] = json.loads((out / "result.json").read_text())
-        commits(out)
+        all_commits(out, result)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         print(f"seed {seed} failed: a record of {out} is damaged ({error}). Remove the folder to train it anew.")
         return None
@@ -120,12 +121,10 @@ def searched(result: dict[str, Any], out: Path) -> dict[str, float]:
     return {"searched_accuracy": before[-1]["accuracy"], "validation_accuracy": after["accuracy"]}
 
 
-def commits(out: Path) -> set[str]:
-    """The commits that a run was trained at: one that was stopped has several parts, a posterior has its MAP point."""
-    records = (out / "environment.json", out / "map" / "environment.json")
-    last = [json.loads(record.read_text()) for record in records if record.exists()]
-    parts = [part for record in last for part in (record, *record.get("earlier", []))]
-    return {part["commit"] for part in parts if part.get("commit")}
+def all_commits(out: Path, result: dict[str, Any]) -> set[str]:
+    """The commits that a run was trained at, and so the run that it went on from; a posterior has its MAP point."""
+    folders = [folder for folder in (out, out / "map") if (folder / "environment.json").exists()]
+    return set().union(*(commits(folder) for folder in folders), (result.get("from_run") or {}).get("commits", []))
 
 
 def figures(result: dict[str, Any], out: Path) -> dict[str, float]:
@@ -187,7 +186,7 @@ def main() -> None:
         "seeds": arguments.seeds,
         "failed": [seed for seed, result in zip(arguments.seeds, found, strict=True) if result is None],
         "command": f"python tools/run_seeds.py {shlex.join(sys.argv[1:])}",
-        "commits": sorted(set().union(*(commits(out) for out, _, _ in good))),
+        "commits": sorted(set().union(*(all_commits(out, result) for out, _, result in good))),
         **{
             key: {
                 "mean": statistics.fmean(row[key] for row in rows),

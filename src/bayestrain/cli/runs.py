@@ -12,12 +12,12 @@ from typing import Any
 from bayestrain.errors import ConfigError
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig, differences
-from bayestrain.train.places import LAST, MAP
+from bayestrain.train.places import LAST, MAP, START
 
 ROOT = Path("runs")
 BOARD = "tensorboard"
 
-BEFORE = {"config.toml", "environment.json", "history.jsonl"}
+BEFORE = {"config.toml", "environment.json", START, "history.jsonl"}
 """What a run writes before its first checkpoint: a folder with only these holds no work yet."""
 AFTER = {
     LAST,
@@ -76,12 +76,15 @@ def check_own_config(folder: Path, config_file: Path | None) -> None:
         raise ConfigError(f"The run would overwrite your own {config_file}. Choose another --out, or rename it.")
 
 
-def check_elsewhere(folder: Path, point: Path | None) -> None:
-    """Refuse a MAP point that is not there, or that the run would overwrite."""
-    if point is not None and not point.is_dir():  # before the folder of the run, perhaps the same one, is made
-        raise ConfigError(f"There is no run {point} to take the MAP point from.")
-    if point is not None and point.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"The run would overwrite its own MAP point {point}. Choose another --out.")
+def check_elsewhere(folder: Path, point: Path | None, begins_with: str) -> None:
+    """Refuse a MAP point, or a run to go on from, that is not there or that the run would overwrite."""
+    needed = [(point, "take the MAP point from")] if point is not None else []
+    needed += [(Path(begins_with), "go on from")] if begins_with else []
+    for run, use in needed:
+        if not run.is_dir():  # before the folder of the run, perhaps the same one, is made
+            raise ConfigError(f"There is no run {run} to {use}.")
+        if run.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"The run would overwrite {run}, which it is to {use}. Choose another --out.")
 
 
 def check_begun(folder: Path) -> None:

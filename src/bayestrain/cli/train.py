@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def train_help() -> str:
   bayestrain train mnist --seed 1              [dim]# into runs/mnist-seed1[/]
   bayestrain train mnist --preset paper        [dim]# as the paper has it[/]
   bayestrain train mnist --target-ratio 300    [dim]# at least so many times smaller[/]
+  bayestrain train mnist --from runs/mnist-seed0 --target-ratio 400   [dim]# the same, smaller still[/]
   bayestrain train mnist --kind dense          [dim]# an ordinary network, to compare with[/]
   bayestrain train mnist --particles 20        [dim]# a posterior, not a point[/]
   bayestrain train mnist --seed 1 --particles 20 --map runs/mnist-seed1
@@ -98,6 +100,15 @@ TargetRatio = Annotated[
         "How many times smaller than dense the network must be, at least.", "--target-ratio", panel=WHAT, metavar="X"
     ),
 ]
+FromRun = Annotated[
+    Path | None,
+    option(
+        "Begin with the network of a finished run, to make it smaller still or to train it for longer.",
+        "--from",
+        panel=WHAT,
+        metavar="RUN",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     option("Change a setting, as in fit.epochs=3. May be repeated.", "--set", panel=WHAT, metavar="KEY=VALUE"),
@@ -143,6 +154,7 @@ def train(
     preset: Preset = None,
     kind: Kind = None,
     target_ratio: TargetRatio = None,
+    from_run: FromRun = None,
     overrides: Overrides = None,
     particles: Particles = None,
     point: Point = None,
@@ -157,7 +169,13 @@ def train(
 ) -> None:
     if overwrite and resume:
         raise ConfigError("--overwrite begins anew and --resume goes on: use one of them.")
-    short = {"experiment.kind": kind, "fit.target_ratio": target_ratio, "posterior.particles": particles}
+    start = None if from_run is None else json.dumps(str(from_run))  # quoted: a path, whatever it looks like
+    short = {
+        "experiment.kind": kind,
+        "experiment.from_run": start,
+        "fit.target_ratio": target_ratio,
+        "posterior.particles": particles,
+    }
     overrides = [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = choose_config(name, config, preset, overrides, seed, out if resume else None)
     if print_config:
@@ -169,7 +187,7 @@ def train(
     else:
         runs.check_new(folder, overwrite)
         runs.check_own_config(folder, config)
-        runs.check_elsewhere(folder, point)
+        runs.check_elsewhere(folder, point, chosen.experiment.from_run)
     used_device = devices.resolve(device)
     is_new, cleared = runs.make_writable(folder), resume
     try:

@@ -38,6 +38,8 @@ class Settings:
     prior_weight: float | None
     target_ratio: float | None
     epochs: int | None
+    earlier_epochs: int | None
+    """Those of the run that a network came from, if it began with that of another run."""
     iterations: int | None
 
     @property
@@ -185,13 +187,15 @@ def _settings(runs: list[Run]) -> Settings:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """Every setting by its name, but for the seed and the place of the data."""
+    """Every setting by its name, but for the seed and the place of the data; it may be in the name of another run."""
     config = {
         f"{section}.{key}": value
         for section, table in tomllib.loads(run.config_text).items()
         if isinstance(table, dict)
         for key, value in table.items()
     }
+    if isinstance(start := config.get("experiment.from_run"), str):
+        config["experiment.from_run"] = re.sub(rf"(seed-?){run.seed}\b", r"\1{seed}", start)
     return {key: value for key, value in config.items() if key not in ("experiment.seed", "data.folder")}
 
 
@@ -213,6 +217,7 @@ def _settings_of(run: Run) -> Settings:
         prior_weight=weight,
         target_ratio=target or None,  # 0: none
         epochs=run.total_epochs,
+        earlier_epochs=run.begun.epochs if run.begun else None,
         iterations=iterations,
     )
 

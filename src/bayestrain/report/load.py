@@ -11,7 +11,7 @@ from bayestrain.errors import ReportError
 from bayestrain.report.load_evaluation import read_evaluation
 from bayestrain.report.load_posterior import read_diagnostics, read_map, read_ood, read_posterior, read_warnings
 from bayestrain.report.reading import Json, number, read_json, read_scores, whole
-from bayestrain.report.run import Epoch, Layer, Run, Scores, Spectra
+from bayestrain.report.run import Begun, Epoch, Layer, Run, Scores, Spectra
 
 
 def load_run(folder: Path) -> Run:
@@ -55,6 +55,7 @@ def load_run(folder: Path) -> Run:
         seed=int(seed) if isinstance(seed, int) else None,
         finished=result is not None and result.get("status", "finished") == "finished",
         total_epochs=_total_epochs(config),
+        begun=_begun(result, folder),
         scores=_scores(result, history, folder / "result.json"),
         layers=_layers(result, history, model or {}, folder / "result.json"),
         history=history,
@@ -226,6 +227,19 @@ def _total_epochs(config: Json) -> int | None:
         return jittered if isinstance(jittered, int) else None
     epochs = fit.get("epochs")
     return int(epochs) + int(fit.get("finetune_epochs", 0)) if isinstance(epochs, int) else None
+
+
+def _begun(result: Json | None, folder: Path) -> Begun | None:
+    path = folder / ("start.json" if result is None else "result.json")
+    about = read_json(path) if result is None else result.get("from_run")
+    if about is None:
+        return None
+    try:
+        return Begun(str(about["run"]), whole(about, "params"), whole(about, "epochs"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(
+            f"{path}: what it says of the run that this one went on from is malformed ({error!r})."
+        ) from error
 
 
 def _inner(ranks: Any) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ were printed beside those of the split, and seen.
   that held-out images ask for. *calibrated*: that of a single network at such a temperature. *particles' mean*: the
   mean of the particles' own log likelihoods, which is what the paper's figure appears to be.
 - *training*: of a run, and where. Several may have shared the machine, or waited while others ran, so times are no
-  benchmark. *epochs*: passes over the training images, fine-tuning included; of a posterior also its iterations, one
-  per batch.
+  benchmark. *epochs*: passes over the training images, fine-tuning included; "after" those of the run that a network
+  went on from, which are not in its time. Of a posterior also its iterations, one per batch.
 - A dash is what we do not know or what does not apply.
 """
 
@@ -91,7 +91,12 @@ def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -
         texts.append(again)
     if experiment.groups:
         commands = [f"- `{group.label}`: `{group.command}`" for group in experiment.groups]
-        after = "; one with `--map` starts around networks that must be there" if "--map" in "".join(commands) else ""
+        others = {"--map": "starts around", "--from": "goes on from"}
+        after = "".join(
+            f"; one with `{option}` {does} networks that must be there"
+            for option, does in others.items()
+            if any(f"{option} " in command for command in commands)
+        )
         texts.append("\n".join([f"The commands that make the lines again{after}:", "", *commands]))
     texts += [f"![{p.title}](figures/{p.name}.svg)\n\n*{p.caption}*" for p in pictures]
     return "\n\n".join(texts) + "\n"
@@ -129,6 +134,7 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
     where = folder.relative_to(home).as_posix() if folder.is_relative_to(home) else ""
     devices = " and ".join(dict.fromkeys(run.device for run in group.runs if run.device))
     seconds = _spread(group, lambda run: run.scores.seconds, lambda value: f"{value:,.0f}", f"{SPACE}s")
+    earlier = f", after {settings.earlier_epochs}" if settings.earlier_epochs else ""
     iterations = f" ({settings.iterations:,} iterations)" if settings.iterations else ""
     cells = {
         "model": KINDS[settings.kind],
@@ -141,7 +147,7 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
         "accuracy": _spread(group, lambda run: run.scores.accuracy, lambda value: f"{100 * value:.2f}", f"{SPACE}%"),
         "log likelihood": _spread(group, lambda run: run.scores.log_likelihood, likelihood),
         "training": f"{seconds}, {devices}" if devices else seconds,
-        "epochs": f"{settings.epochs}{iterations}" if settings.epochs else NONE,
+        "epochs": f"{settings.epochs}{earlier}{iterations}" if settings.epochs else NONE,
         "seeds": str(len(group.runs)),
     }
     if settings.target_ratio:

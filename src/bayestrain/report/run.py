@@ -196,6 +196,15 @@ class MapRun:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The finished run whose network a run began with, and how long that had been trained."""
+
+    run: str
+    params: int | None
+    epochs: int | None
+
+
+@dataclass(frozen=True)
 class Run:
     """A run folder, read."""
 
@@ -213,6 +222,8 @@ class Run:
     seed: int | None
     finished: bool
     total_epochs: int | None
+    begun: Begun | None
+    """None if it began with a network of its own."""
     scores: Scores
     layers: tuple[Layer, ...]
     history: tuple[Epoch, ...]

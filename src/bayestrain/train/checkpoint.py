@@ -69,10 +69,10 @@ def epochs_kept(folder: Path) -> int:
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Refuse to go on from the checkpoint in `folder` with other settings than it was made with."""
-    before = load_checkpoint(folder, glance=True).get("settings", {})
-    changed = [key for key, now in settings.items() if before.get(key, now) != now]
+    before = load_checkpoint(folder, glance=True)["settings"]
+    changed = [key for key, now in settings.items() if before.get(key) != now]
     if changed:
-        other = "; ".join(f"{key} was {before[key]!r}, now {settings[key]!r}" for key in changed)
+        other = "; ".join(f"{key} was {before.get(key)!r}, now {settings[key]!r}" for key in changed)
         raise ConfigError(
             f"The run in {folder} cannot go on with other settings: {other}. "
             "Go on with the same, or train in another folder."

@@ -65,6 +65,7 @@ class ExperimentConfig(Section):
         choices=KINDS,
     )
     model: str = setting("the network", choices=tuple(INPUTS))
+    from_run: str = setting("folder of a finished run whose network is trained further; empty: a new network", "")
     seed: int = setting("seed of every random choice", 0, at_least=0, at_most=2**32 - 1)
 
 
@@ -220,6 +221,11 @@ class RunConfig:
         if self.posterior.particles == 1:
             raise ConfigError(
                 "posterior.particles is 1, but a posterior needs at least 2 particles. Use 0 for a single point (MAP)."
+            )
+        if self.posterior.particles and self.experiment.from_run:
+            raise ConfigError(
+                "experiment.from_run is for a single network. A posterior around that of a finished run: --map, with "
+                'posterior.start="jitter".'
             )
         method = self.posterior.method
         if self.posterior.kernel != "rbf" and method != "svgd":

@@ -26,13 +26,14 @@ from bayestrain.train.config import FitConfig, RunConfig, TensorizeSettings, dif
 from bayestrain.train.environment import note_environment, peak_memory_bytes
 from bayestrain.train.evaluation import evaluate_network, posterior_scores, scores
 from bayestrain.train.fitting import fit, fit_posterior
+from bayestrain.train.from_run import begin, check_from_run, noted
 from bayestrain.train.loop import FitResult
 from bayestrain.train.map_point import check_point, take_over
 from bayestrain.train.material import Material, augmentation, load_material
 from bayestrain.train.metrics import evaluator
 from bayestrain.train.outcome import Result, training_facts, write_evaluation, write_result
 from bayestrain.train.particles import check_room
-from bayestrain.train.places import LAST, MAP, TAKING, has_work
+from bayestrain.train.places import LAST, MAP, START, TAKING, has_work
 from bayestrain.train.point import Point
 from bayestrain.train.progress import Progress, Unfinished
 from bayestrain.train.records import read_result
@@ -55,6 +56,8 @@ def run_experiment(
     """Train as `config` says and fill the folder `out`; `point` is a finished run, a posterior's MAP point."""
     if point is not None:
         check_point(config, point, out)
+    if config.experiment.from_run and not resume:
+        check_from_run(config)
     prepare_folder(config, out, resume)
     environment = note_environment(out, torch.device(device), command)
     retain_freed_memory()
@@ -98,6 +101,9 @@ def _run(
     _as_kind(model, config)
     max_ranks = ranks(model)
     start_layers = {name: layer.parameters_left for name, layer in tt_layers(model).items()}
+    if config.experiment.from_run and not resume:  # a checkpoint has the weights, and layers take the ranks they find
+        progress.message(f"the network is that of {config.experiment.from_run}")
+        model = begin(config, out)
 
     network, fitted = _train(config, material, model, out, place, resume, progress, dense_params)
 
@@ -125,6 +131,7 @@ def _run(
         },
         **scores(evaluation),
         "posterior": posterior,
+        "from_run": noted(out),
         "seconds": fitted.seconds,
         "peak_memory_bytes": peak_memory_bytes(place),
         "device": environment["gpu"] or "cpu",
@@ -201,7 +208,9 @@ def rehearse(config: RunConfig, device: str, point: Path | None = None) -> None:
     if config.posterior.particles:
         check_room(_smallest(config, classes, point), fit_settings(config), config.posterior, torch.device(device),
                    least=point is None and _jittered(config))  # fmt: skip
-    model = _build(config, classes)
+    if config.experiment.from_run:
+        check_from_run(config)
+    model = load_model(config.experiment.from_run) if config.experiment.from_run else _build(config, classes)
     settings, search = fit_settings(config.replace("posterior", particles=0)), config.experiment.kind == "low-rank"
     subject = Point(model, settings, config.prior, F.cross_entropy, len(material.train), torch.device("cpu"), search)
     if settings.target_ratio:
@@ -238,7 +247,8 @@ def prepare_folder(config: RunConfig, out: Path, resume: bool) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
-    (out / "environment.json").unlink(missing_ok=True)
+    for name in ("environment.json", START):
+        (out / name).unlink(missing_ok=True)
     write_atomically(file, toml.dumps(config))
 
 

@@ -288,7 +288,7 @@ class Loop:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         self.epoch = self.saved = state["epoch"]
         self.seconds, self.rate = state["seconds"], state["rate"]
-        self.start_ratio = state.get("start_ratio", self.start_ratio)
+        self.start_ratio = state["start_ratio"]
         self.arrived, self.search_ended = state["arrived"], state["search_ended"]
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 

@@ -32,3 +32,9 @@ def read_result(folder: Path) -> dict[str, Any]:
     again = (folder / LAST).exists()  # its last checkpoint is that of the end
     advice = " Remove it, then bayestrain train --resume makes it anew." if again else " Train anew with --overwrite."
     return read_record(folder / "result.json", FIGURES, advice)
+
+
+def commits(folder: Path) -> set[str]:
+    """The commits that a run was trained at, one for each part of a run that was stopped."""
+    last = read_record(folder / "environment.json")
+    return {part["commit"] for part in (last, *last.get("earlier", [])) if part.get("commit")}

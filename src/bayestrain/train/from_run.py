@@ -1,0 +1,61 @@
+"""A run that begins with the network of a finished one, to make it smaller still or to train it for longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bayestrain.errors import ConfigError
+from bayestrain.files import write_json
+from bayestrain.saved import load_model
+from bayestrain.train import toml
+from bayestrain.train.config import RunConfig
+from bayestrain.train.finished import check_finished
+from bayestrain.train.places import START
+from bayestrain.train.records import commits, read_record, read_result
+from bayestrain.train.settings import shown
+
+SAME = (
+    "experiment.model", "experiment.seed", "data.name", "data.normalize", "data.validation_fraction",
+    "tensorize.max_rank", "tensorize.keep_dense", "tensorize.modes",
+)  # fmt: skip
+"""What two trainings of one network share. The seed chose the held-out images: with another, they were trained on."""
+
+KINDS = {"low-rank": ("low-rank", "tensorized"), "tensorized": ("tensorized",), "dense": ("dense",)}
+"""The kinds of networks that a run of each kind can begin with."""
+
+
+def check_from_run(config: RunConfig) -> None:
+    """Refuse a run whose network cannot be trained further with this config."""
+    run = Path(config.experiment.from_run)
+    had = check_finished(run, "go on from")
+    before, after = had.to_dict(), config.to_dict()
+    pairs = [(key, *(settings[section][name] for settings in (before, after)))
+             for key in SAME for section, name in [key.split(".")]]  # fmt: skip
+    if other := [f"{key}: {shown(old)}, now {shown(new)}" for key, old, new in pairs if old != new]:
+        raise ConfigError(f"{run} cannot be gone on from with other images or another network ({'; '.join(other)}).")
+    kind, old = config.experiment.kind, had.experiment.kind
+    if old not in KINDS[kind]:
+        raise ConfigError(f"{run} is {old}: a run that is {kind} can go on from {' or '.join(KINDS[kind])} ones.")
+
+
+def begin(config: RunConfig, out: Path) -> nn.Module:
+    """The network to begin with, after noting in `out` where it comes from and how long it has been trained."""
+    run = Path(config.experiment.from_run)
+    had, result = toml.load(run / "config.toml"), read_result(run)
+    earlier = result.get("from_run") or {}
+    write_json(out / START, {
+        "run": str(run),
+        "epochs": had.fit.epochs + had.fit.finetune_epochs + earlier.get("epochs", 0),
+        **{key: result[key] for key in ("params", "ratio", "accuracy", "log_likelihood")},
+        "seconds": result["seconds"] + earlier.get("seconds", 0.0),
+        "commits": sorted({*commits(run), *earlier.get("commits", [])}),
+    })  # fmt: skip
+    return load_model(run)
+
+
+def noted(out: Path) -> dict[str, Any] | None:
+    """What `begin` noted; None of a run that began with a network of its own."""
+    return read_record(out / START) if (out / START).exists() else None
