@@ -79,12 +79,12 @@ def test_a_command_starts_by_itself(home: Path) -> None:
     assert (home / "alone" / "report.html").exists()
 
 
-def test_the_helps_examples_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_helps_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in this process."""
-    monkeypatch.chdir(home)
-    text = run(home, "train", "--help").stdout
+    monkeypatch.chdir(tmp_path)
+    text = run(tmp_path, "train", "--help").stdout
     examples = [line.split("#")[0].strip() for line in text.splitlines() if line.strip().startswith("bayestrain train")]
-    assert len(examples) == 11
+    assert len(examples) == 12
     for example in examples:
         words = shlex.split(example)[1:]
         target = None
@@ -97,4 +97,4 @@ def test_the_helps_examples_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, (example, done.output)
         if target:
-            (home / target).write_text(done.stdout)
+            (tmp_path / target).write_text(done.stdout)
