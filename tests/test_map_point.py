@@ -114,7 +114,7 @@ def test_a_small_network_is_kept_with_its_figures_and_can_be_gone_on_with(point:
     ]
     done = subprocess.run([*command, "--set", "fit.lr=0.5"], capture_output=True, text=True, check=False)
     assert done.returncode == 1  # what was trained with other settings is not passed off as this
-    assert "mnist-mini-one-seed0 is finished and had other settings (fit.lr 0.01, now 0.5)" in done.stderr
+    assert "mnist-mini-one-seed0 is finished and had other settings (fit.lr: 0.01, now 0.5)" in done.stderr
     assert not (results / "mnist-mini" / "one" / "summary.json").exists()
     subprocess.run(command, check=True)
     assert {path.name for path in old.iterdir()} == {"config.toml", "environment.json", "result.json"}
