@@ -158,7 +158,7 @@ def test_what_is_no_finished_point_is_refused(point: Path, posterior: Path, tmp_
         with pytest.raises(ConfigError, match=said):
             trained(config(), tmp_path / "run", "", point=place)
     said = refused(*command_line(), "--map", str(point), "--out", str(point), "--overwrite")
-    assert "would overwrite its own MAP point" in said
+    assert "which it is to take the MAP point from. Choose another --out" in said
     assert (point / "result.json").exists()
 
 

@@ -57,7 +57,8 @@ def refuse_other_settings(command: list[str], out: Path) -> None:
     if asked.returncode:
         sys.exit(asked.stderr.strip())
     wanted = RunConfig.from_dict(tomllib.loads(asked.stdout))
-    if other := differences(toml.load(out / "config.toml"), wanted):
+    had = toml.load(out / "config.toml").replace("experiment", seed=wanted.experiment.seed)  # the table looks at seeds
+    if other := differences(had, wanted):
         sys.exit(f"{out} is finished and had other settings ({'; '.join(other)}). Remove it, or give another --label.")
 
 
