@@ -63,6 +63,10 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label paper --seeds 0 1 2 --preset paper
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x7 --seeds 0 1 2 3 --target-ratio 7.4
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x11 --seeds 0 1 --target-ratio 11
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x15 --seeds 2 3 --target-ratio 15 \
+	  --from 'results/cifar10-resnet110/x7/seed-{seed}' --set fit.epochs=4 --set fit.finetune_epochs=4 \
+	  --set fit.lr=2e-3 --set fit.lr_warmup_epochs=0.25 --set fit.compact_from=0 --set fit.compact_every=1 \
+	  --set prior.warmup_epochs=4 --set fit.checkpoint_every=1
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label svgd-20 --seeds 2 3 --particles 20 --target-ratio 7.4 \
 	  --map 'runs/cifar10-resnet110-x7-seed{seed}' --set posterior.start=jitter --set posterior.jitter=0.2 \
 	  --set posterior.jitter_epochs=2 --set fit.checkpoint_every=1

@@ -105,6 +105,7 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
         ("cnn", "paper", "the paper's settings, `--preset paper`, mean of 3 seeds", ".1f"),
         ("resnet110", "dense", "dense, mean of 2 seeds", ".0f"),
         ("resnet110", "tensorized", "rank 20 throughout, `--kind tensorized`, mean of 2 seeds", ".1f"),
+        ("resnet110", "x15", "two of those at 7.4 times, `--from` them `--target-ratio 15`, 8 more epochs", ".1f"),
         ("cnn", "svgd-20", "posteriors of 20 around those, parameters each", ".1f"),
         ("resnet110", "svgd-20", "posteriors of 20 around two of those, parameters each", ".1f"),
         ("mnist", "svgd-50", "posteriors of 50, parameters each", ".0f"),

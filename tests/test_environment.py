@@ -11,7 +11,7 @@ import torch
 
 from bayestrain.errors import ConfigError
 from bayestrain.train import environment
-from bayestrain.train.checkpoint import save_checkpoint
+from bayestrain.train.checkpoint import FORMAT, save_checkpoint
 from bayestrain.train.environment import note_environment
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: Path, until: int) -> None:
     """Leave behind what a run does whose last checkpoint is that of an epoch, and whose history is farther on."""
-    save_checkpoint(folder, {"format": 3, "epoch": until})
+    save_checkpoint(folder, {"format": FORMAT, "epoch": until})
     (folder / "history.jsonl").write_text("".join(json.dumps({"epoch": number}) + "\n" for number in range(until + 3)))
 
 

@@ -114,7 +114,7 @@ def test_a_small_network_is_kept_with_its_figures_and_can_be_gone_on_with(point:
     ]
     done = subprocess.run([*command, "--set", "fit.lr=0.5"], capture_output=True, text=True, check=False)
     assert done.returncode == 1  # what was trained with other settings is not passed off as this
-    assert "mnist-mini-one-seed0 is finished and had other settings (fit.lr 0.01, now 0.5)" in done.stderr
+    assert "mnist-mini-one-seed0 is finished and had other settings (fit.lr: 0.01, now 0.5)" in done.stderr
     assert not (results / "mnist-mini" / "one" / "summary.json").exists()
     subprocess.run(command, check=True)
     assert {path.name for path in old.iterdir()} == {"config.toml", "environment.json", "result.json"}
@@ -158,7 +158,7 @@ def test_what_is_no_finished_point_is_refused(point: Path, posterior: Path, tmp_
         with pytest.raises(ConfigError, match=said):
             trained(config(), tmp_path / "run", "", point=place)
     said = refused(*command_line(), "--map", str(point), "--out", str(point), "--overwrite")
-    assert "would overwrite its own MAP point" in said
+    assert "which it is to take the MAP point from. Choose another --out" in said
     assert (point / "result.json").exists()
 
 

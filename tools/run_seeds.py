@@ -25,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bayestrain.train.config import IMMATERIAL
+from bayestrain.train import toml
+from bayestrain.train.config import RunConfig, differences
 from bayestrain.train.records import commits
 
 KEPT = ("result.json", "environment.json", "config.toml")
@@ -35,9 +36,6 @@ LARGEST = 1 << 20
 
 ANSWERS = "evaluation.safetensors"
 """The answers to every test image and outside image, some 0.7 MB: kept of one seed only."""
-
-NO_MATTER = ("experiment.seed", *IMMATERIAL)
-"""Settings that do not change what is trained."""
 
 SUMMARISED = ("params", "ratio", "accuracy", "log_likelihood", "ece", "seconds")
 
@@ -58,17 +56,10 @@ def refuse_other_settings(command: list[str], out: Path) -> None:
     asked = subprocess.run([*command, "--print-config"], capture_output=True, text=True, check=False)
     if asked.returncode:
         sys.exit(asked.stderr.strip())
-    wanted, had = (settings(text) for text in (asked.stdout, (out / "config.toml").read_text()))
-    if other := [f"{key} {had[key]!r}, now {wanted[key]!r}" for key in had if wanted.get(key, had[key]) != had[key]]:
+    wanted = RunConfig.from_dict(tomllib.loads(asked.stdout))
+    had = toml.load(out / "config.toml").replace("experiment", seed=wanted.experiment.seed)  # the table looks at seeds
+    if other := differences(had, wanted):
         sys.exit(f"{out} is finished and had other settings ({'; '.join(other)}). Remove it, or give another --label.")
-
-
-def settings(text: str) -> dict[str, Any]:
-    """Every setting of a config by its name, but for the seed and what does not change a network."""
-    found = {
-        f"{section}.{key}": value for section, table in tomllib.loads(text).items() for key, value in table.items()
-    }
-    return {key: value for key, value in found.items() if key not in NO_MATTER}
 
 
 def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -169,7 +168,7 @@ def train(
 ) -> None:
     if overwrite and resume:
         raise ConfigError("--overwrite begins anew and --resume goes on: use one of them.")
-    start = None if from_run is None else json.dumps(str(from_run))  # quoted: a path, whatever it looks like
+    start = None if from_run is None else toml.quoted(str(from_run))
     short = {
         "experiment.kind": kind,
         "experiment.from_run": start,

@@ -28,7 +28,10 @@ def comparison_page(runs: Sequence[Run], beside: Path) -> str:
         "title": f"{' and '.join(experiments)} · BayesTrain comparison",
         "heading": ", ".join(experiments),
         "lead": _lead(runs, groups),
-        "notices": [f"{run.folder} has not finished: only its history is shown." for run in runs if not run.finished],
+        "notices": [
+            *(f"{run.folder} has not finished: only its history is shown." for run in runs if not run.finished),
+            *(f"{run.folder}: {run.begun.sentence}" for run in runs if run.begun),
+        ],
         "agreements": agreements(groups),
         "table": comparison_table(entries, groups, beside),
         "several": any(run.posterior for run in runs),
@@ -42,10 +45,11 @@ def comparison_page(runs: Sequence[Run], beside: Path) -> str:
 
 def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that differ in nothing but their seed stand together."""
-    groups: dict[tuple[str, ...], list[Run]] = {}
+    groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        config = re.sub(r"(?m)^\s*seed\s*=.*$", "", run.config_text)
-        groups.setdefault((run.experiment, run.preset, run.kind, config), []).append(run)
+        config = re.sub(r"(?m)^\s*(seed|from_run)\s*=.*$", "", run.config_text)
+        before = run.begun.epochs if run.begun else None
+        groups.setdefault((run.experiment, run.preset, run.kind, config, before), []).append(run)
     return list(groups.values())
 
 

@@ -187,16 +187,15 @@ def _settings(runs: list[Run]) -> Settings:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """Every setting by its name, but for the seed and the place of the data; it may be in the name of another run."""
+    """Every setting by its name, but for the seed and the places of the data and of the run that it went on from."""
     config = {
         f"{section}.{key}": value
         for section, table in tomllib.loads(run.config_text).items()
         if isinstance(table, dict)
         for key, value in table.items()
     }
-    if isinstance(start := config.get("experiment.from_run"), str):
-        config["experiment.from_run"] = re.sub(rf"(seed-?){run.seed}\b", r"\1{seed}", start)
-    return {key: value for key, value in config.items() if key not in ("experiment.seed", "data.folder")}
+    places = ("experiment.seed", "experiment.from_run", "data.folder")
+    return {key: value for key, value in config.items() if key not in places}
 
 
 def _settings_of(run: Run) -> Settings:

@@ -29,6 +29,7 @@ def headline(run: Run) -> list[Card]:
 def _of_network(run: Run) -> list[Card]:
     scores, dense = run.scores, run.kind == "dense"
     asked = f"{words.ratio(run.target_ratio)} was asked for" if run.target_ratio else ""
+    before = f"{words.duration(run.begun.seconds)} of the earlier run before; " if run.begun else ""
     cards = [
         Card("Parameters", words.count(scores.params), note="all dense" if dense else
              f"of {words.count(scores.dense_params)}"),
@@ -38,7 +39,8 @@ def _of_network(run: Run) -> list[Card]:
              note=_calibrated(scores, words.signed(scores.calibrated_log_likelihood)) or "mean per test image"),
         Card("Calibration error", words.percent(scores.ece),
              note=_calibrated(scores, words.percent(scores.calibrated_ece)) or "expected (ECE), 0 is perfect"),
-        Card("Time", words.duration(scores.seconds), note=f"peak memory {words.size(scores.peak_memory_bytes)}"),
+        Card("Time", words.duration(scores.seconds),
+             note=f"{before}peak memory {words.size(scores.peak_memory_bytes)}"),
     ]  # fmt: skip
     if scores.ratio is None:
         cards[1] = Card("Compression", "–")

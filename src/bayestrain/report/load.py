@@ -230,12 +230,12 @@ def _total_epochs(config: Json) -> int | None:
 
 
 def _begun(result: Json | None, folder: Path) -> Begun | None:
-    path = folder / ("start.json" if result is None else "result.json")
+    path = folder / ("from_run.json" if result is None else "result.json")
     about = read_json(path) if result is None else result.get("from_run")
     if about is None:
         return None
     try:
-        return Begun(str(about["run"]), whole(about, "params"), whole(about, "epochs"))
+        return Begun(str(about["run"]), whole(about, "params"), whole(about, "epochs"), number(about, "seconds"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
             f"{path}: what it says of the run that this one went on from is malformed ({error!r})."

@@ -91,12 +91,9 @@ def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -
         texts.append(again)
     if experiment.groups:
         commands = [f"- `{group.label}`: `{group.command}`" for group in experiment.groups]
-        others = {"--map": "starts around", "--from": "goes on from"}
-        after = "".join(
-            f"; one with `{option}` {does} networks that must be there"
-            for option, does in others.items()
-            if any(f"{option} " in command for command in commands)
-        )
+        after = "; one with `--map` starts around networks that must be there" if "--map" in "".join(commands) else ""
+        if any(group.settings.earlier_epochs for group in experiment.groups):
+            after += "; one with `--from` goes on from networks that must be there"
         texts.append("\n".join([f"The commands that make the lines again{after}:", "", *commands]))
     texts += [f"![{p.title}](figures/{p.name}.svg)\n\n*{p.caption}*" for p in pictures]
     return "\n\n".join(texts) + "\n"

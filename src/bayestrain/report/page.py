@@ -46,11 +46,12 @@ def run_page(run: Run) -> str:
 
 def _lead(run: Run) -> str:
     scores, posterior = run.scores, run.posterior
+    earlier = f" {run.begun.sentence}" if run.begun else ""
     who = f"A posterior of {posterior.particles} particles by {words.method(posterior.method)}. " if posterior else ""
     if not run.finished or scores.accuracy is None:
-        return who + _so_far(run) + _went_on(run)
+        return who + _so_far(run) + earlier
     answer = "; together they classify" if posterior else " and classifies"
-    return f"{who}{_network(run)}{answer} {words.percent(scores.accuracy)} of the test images right.{_went_on(run)}"
+    return f"{who}{_network(run)}{answer} {words.percent(scores.accuracy)} of the test images right.{earlier}"
 
 
 def _network(run: Run) -> str:
@@ -66,14 +67,6 @@ def _network(run: Run) -> str:
         return f"{kept} ({words.ratio(scores.ratio)} smaller){'' if run.posterior else ','}"
     asked = f"; {words.ratio(run.target_ratio)} was asked for" if run.target_ratio else ""
     return f"{what} kept {params} of {dense} parameters ({words.ratio(scores.ratio)} smaller{asked})"
-
-
-def _went_on(run: Run) -> str:
-    if run.begun is None:
-        return ""
-    size = "" if run.begun.params is None else f", of {words.count(run.begun.params)} parameters"
-    before = "" if run.begun.epochs is None else f", trained for {run.begun.epochs} epochs"
-    return f" The training went on from {run.begun.run}{size}{before}."
 
 
 def _so_far(run: Run) -> str:

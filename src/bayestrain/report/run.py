@@ -202,6 +202,15 @@ class Begun:
     run: str
     params: int | None
     epochs: int | None
+    seconds: float | None
+
+    @property
+    def sentence(self) -> str:
+        """In words, with what is known of it."""
+        known = [f"of {self.params:,} parameters"] if self.params is not None else []
+        if self.epochs is not None:
+            known.append(f"trained for {self.epochs} {'epoch' if self.epochs == 1 else 'epochs'}")
+        return ", ".join([f"The training went on from {self.run}", *known]) + "."
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ def _search(run: Run) -> list[Section]:
 
 
 def _left_text(run: Run) -> str:
-    text = "Every bond started at its maximal rank; the prior let go of what the data did not ask for"
+    first = f"Bonds started at the ranks of {run.begun.run}" if run.begun else "Every bond started at its maximal rank"
+    text = f"{first}; the prior let go of what the data did not ask for"
     if run.rule == "lambda":
         return f"{text}, and the paper’s threshold on λ decided what is left."
     if run.raised:

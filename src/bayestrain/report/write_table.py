@@ -60,7 +60,7 @@ def _figures(experiment: Experiment) -> Drawn:
         published = "; diamonds are the paper’s" if paper and paper.ranks else ""
         caption = f"Ranks that {who}, kept of the maximal ones{published}."
         add("ranks", "Ranks per bond", caption, rank_plots(run, paper))
-        caption = f"Parameters of each layer of {who}: dense, at the start of the training and now."
+        caption = f"Parameters of each layer of {who}: dense, with all ranks of its tensor train, and now."
         add("layers", "Parameters per layer", caption, parameter_plots(run))
     if doubt := evaluated(groups):
         group, run = doubt

@@ -14,6 +14,9 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import naming, write_atomically
 from bayestrain.train.places import LAST
 
+FORMAT = 4
+"""Of checkpoints: a higher number for every change after which older ones cannot be gone on from."""
+
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     """Write a checkpoint that `load_checkpoint` can read."""
@@ -36,7 +39,7 @@ def load_checkpoint(folder: Path, *, glance: bool = False) -> dict[str, Any]:
         raise TrainingError(
             f"{path} is damaged, or is no checkpoint ({cause}). Remove it to begin this part of the run anew."
         ) from error
-    if not isinstance(state, dict) or state.get("format") != 3:
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise TrainingError(f"{path} is not a checkpoint of this version. Remove it to begin anew.")
     return state
 

@@ -104,6 +104,7 @@ def _run(
     if config.experiment.from_run and not resume:  # a checkpoint has the weights, and layers take the ranks they find
         progress.message(f"the network is that of {config.experiment.from_run}")
         model = begin(config, out)
+    earlier = noted(out) if config.experiment.from_run else None
 
     network, fitted = _train(config, material, model, out, place, resume, progress, dense_params)
 
@@ -131,7 +132,7 @@ def _run(
         },
         **scores(evaluation),
         "posterior": posterior,
-        "from_run": noted(out),
+        "from_run": earlier,
         "seconds": fitted.seconds,
         "peak_memory_bytes": peak_memory_bytes(place),
         "device": environment["gpu"] or "cpu",
@@ -203,13 +204,13 @@ def rehearse(config: RunConfig, device: str, point: Path | None = None) -> None:
     """Go through all that can fail before the first step, and leave no trace."""
     if point is not None:
         check_point(config, point)
+    if config.experiment.from_run:
+        check_from_run(config)
     material = load_material(config, with_outside=config.posterior.particles > 0)
     classes = len(material.splits.classes)
     if config.posterior.particles:
         check_room(_smallest(config, classes, point), fit_settings(config), config.posterior, torch.device(device),
                    least=point is None and _jittered(config))  # fmt: skip
-    if config.experiment.from_run:
-        check_from_run(config)
     model = load_model(config.experiment.from_run) if config.experiment.from_run else _build(config, classes)
     settings, search = fit_settings(config.replace("posterior", particles=0)), config.experiment.kind == "low-rank"
     subject = Point(model, settings, config.prior, F.cross_entropy, len(material.train), torch.device("cpu"), search)

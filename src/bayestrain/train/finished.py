@@ -23,7 +23,10 @@ def check_finished(run: Path, use: str) -> RunConfig:
     if there and toml.load(run / "config.toml").posterior.particles:
         raise ConfigError(f"{run} holds a posterior; its MAP point, if it has one, is {run / MAP}.")
     if missing := [name for name in ("config.toml", *PARTS) if not (run / name).is_file()]:
-        raise ConfigError(f"{run} is no complete, finished run to {use}: it has no {missing[0]}.")
+        raise ConfigError(
+            f"{run} is no complete, finished run to {use}: it has no {missing[0]}. If it "
+            f"was stopped: bayestrain train --resume --out {run}"
+        )
     for name in ("environment.json", "spectra.json", "result.json"):
         if (run / name).exists():
             read_record(run / name, FIGURES if name == "result.json" else ())

@@ -35,7 +35,10 @@ def check_from_run(config: RunConfig) -> None:
     pairs = [(key, *(settings[section][name] for settings in (before, after)))
              for key in SAME for section, name in [key.split(".")]]  # fmt: skip
     if other := [f"{key}: {shown(old)}, now {shown(new)}" for key, old, new in pairs if old != new]:
-        raise ConfigError(f"{run} cannot be gone on from with other images or another network ({'; '.join(other)}).")
+        raise ConfigError(
+            f"The network of {run} had other settings ({'; '.join(other)}). Give those that it had; its seed (--seed "
+            f"{had.experiment.seed}) chose the images that are held out."
+        )
     kind, old = config.experiment.kind, had.experiment.kind
     if old not in KINDS[kind]:
         raise ConfigError(f"{run} is {old}: a run that is {kind} can go on from {' or '.join(KINDS[kind])} ones.")
@@ -56,6 +59,9 @@ def begin(config: RunConfig, out: Path) -> nn.Module:
     return load_model(run)
 
 
-def noted(out: Path) -> dict[str, Any] | None:
-    """What `begin` noted; None of a run that began with a network of its own."""
-    return read_record(out / START) if (out / START).exists() else None
+def noted(out: Path) -> dict[str, Any]:
+    """What `begin` noted, without which nobody would know where the network came from."""
+    advice = " Begin anew with --overwrite."
+    if not (out / START).exists():
+        raise ConfigError(f"{out / START}, which says what the run went on from, is missing.{advice}")
+    return read_record(out / START, ("run", "epochs", "seconds"), advice)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bayestrain.data import Images
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.layers.evaluation import evaluating
-from bayestrain.train.checkpoint import History, load_checkpoint, save_checkpoint
+from bayestrain.train.checkpoint import FORMAT, History, load_checkpoint, save_checkpoint
 from bayestrain.train.config import FitConfig
 from bayestrain.train.particles import ParticleSubject
 from bayestrain.train.progress import Progress
@@ -257,7 +257,7 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         return {
-            "format": 3,
+            "format": FORMAT,
             "settings": self.settings,
             "epoch": self.epoch,
             "subject": self.subject.state(),

@@ -28,6 +28,7 @@ def check_point(config: RunConfig, run: Path, out: Path | None = None) -> None:
     if not config.posterior.compare_map and config.posterior.start != "jitter":
         raise ConfigError("posterior.compare_map=false leaves the MAP point out, so none can be given.")
     had = check_finished(run, "take the MAP point from")  # what is damaged is found before anything is done
+    had = had.replace("experiment", from_run="")  # how it came about does not matter
     if changed := differences(dataclasses.replace(had, posterior=config.posterior), config):
         raise ConfigError(f"The run in {run} is not the MAP point of these settings ({'; '.join(changed)}).")
     if out is not None and (out / MAP / "result.json").exists() and not _same_weights(run, out / MAP):

@@ -7,7 +7,7 @@ LAST = "checkpoint-last.pt"
 MAP = "map"
 """Sub-folder of a posterior's run: the MAP point to start around or to compare with, a whole run of its own."""
 
-START = "start.json"
+START = "from_run.json"
 """Where the network that a run began with came from, if it was that of another run."""
 
 TAKING = f".{MAP}.partial"

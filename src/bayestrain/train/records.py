@@ -37,4 +37,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 def commits(folder: Path) -> set[str]:
     """The commits that a run was trained at, one for each part of a run that was stopped."""
     last = read_record(folder / "environment.json")
-    return {part["commit"] for part in (last, *last.get("earlier", [])) if part.get("commit")}
+    earlier = last.get("earlier", [])
+    if not isinstance(earlier, list) or not all(isinstance(part, dict) for part in earlier):
+        raise ConfigError(f"{folder / 'environment.json'} is damaged: earlier is no list of parts.")
+    return {part["commit"] for part in (last, *earlier) if part.get("commit")}

@@ -69,8 +69,8 @@ class Subject(ABC):
             )
         if self.ratio >= config.target_ratio:
             raise ConfigError(
-                f"fit.target_ratio {config.target_ratio:g} asks for nothing: with all its ranks the network is "
-                f"{self.ratio:.3g}x smaller than dense. Ask for more, or start with a larger tensorize.max_rank."
+                f"fit.target_ratio {config.target_ratio:g} asks for nothing: the network is {self.ratio:.3g}x smaller "
+                "than dense to begin with. Ask for more, or begin with larger ranks."
             )
         try:
             self.tolerance_for(config.target_ratio, 0.0)

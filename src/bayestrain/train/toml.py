@@ -96,7 +96,7 @@ def dumps(config: RunConfig) -> str:
         value = values[title][field.name]
         if isinstance(value, dict):  # the last setting of its section: TOML wants tables there
             lines += ["", f"[{title}.{field.name}]  # {rule.doc}"]
-            lines += [f"{_text(key)} = {_written(entry)}" for key, entry in value.items()]
+            lines += [f"{quoted(key)} = {_written(entry)}" for key, entry in value.items()]
         else:
             choices = f" ({', '.join(rule.choices)})" if len(rule.choices) > 1 else ""
             lines.append(f"{field.name} = {_written(value)}  # {rule.doc}{choices}")
@@ -262,11 +262,12 @@ def _written(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return _text(value)
+        return quoted(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(_written, value)) + "]"
     return repr(value)
 
 
-def _text(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as TOML writes it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's text is TOML's but for DEL

@@ -32,7 +32,7 @@ class RankTexts:
 
 FOUND = RankTexts(
     "Inferred ranks",
-    "Blue: the rank the training kept. Grey: the maximum it started from.",
+    "Blue: the rank the training kept. Grey: the maximum.",
     "Each number is the rank kept at that bond; the deeper the blue, the more of the maximum was kept.",
     "bond (number: rank kept)",
 )
@@ -195,7 +195,7 @@ def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: t
         label = 8 if many else 9
         for row, layer in enumerate(layers):
             dense, start, now = layer.dense or 1, layer.start, layer.now or 1
-            first = "" if full else f"{count(start)} at the start, "
+            first = "" if full else f"{count(start)} with all ranks, "
             hover = f"{layer.name}: {count(dense)} dense, {first}{count(now)} now"
             line = axes.plot([now, dense], [row, row], color=LIGHT["cut"], alpha=0.55, linewidth=1.4, zorder=1)[0]
             tip(line, hover)
@@ -215,12 +215,12 @@ def _parameter_panel(layers: Sequence[Layer], panel: int, panels: int, limits: t
         axes.set_xlabel("parameters (log scale)")
         handles = [
             axes.plot([], [], marker, color=LIGHT[colour], linestyle="", markersize=6, label=text)[0]
-            for marker, colour, text in (("o", "cut", "dense"), ("|", "cut", "at the start"), ("o", "kept", "now"))
+            for marker, colour, text in (("o", "cut", "dense"), ("|", "cut", "with all ranks"), ("o", "kept", "now"))
             if not (full and marker == "|")
         ]
         figure.legend(handles=handles, loc="outside upper right", ncols=3, columnspacing=1.0, handletextpad=0.1)
         svg = inline(figure, name, describe)
-    caption = "From the ordinary layer (grey) to what is left (blue). The bar is the tensor train before training."
+    caption = "From the ordinary layer (grey) to what is left (blue). The bar is the tensor train with all its ranks."
     if full:
         caption = "From the ordinary layer (grey) to the tensor train of all its ranks (blue)."
     return Plot(name, f"Parameters per layer{part}", caption, describe, svg)
