@@ -67,6 +67,10 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	  --from 'results/cifar10-resnet110/x7/seed-{seed}' --set fit.epochs=4 --set fit.finetune_epochs=4 \
 	  --set fit.lr=2e-3 --set fit.lr_warmup_epochs=0.25 --set fit.compact_from=0 --set fit.compact_every=1 \
 	  --set prior.warmup_epochs=4 --set fit.checkpoint_every=1
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x25 --seeds 2 3 --target-ratio 25 \
+	  --from 'results/cifar10-resnet110/x15/seed-{seed}' --set fit.epochs=3 --set fit.finetune_epochs=4 \
+	  --set fit.lr=2e-3 --set fit.lr_warmup_epochs=0.25 --set fit.compact_from=0 --set fit.compact_every=1 \
+	  --set prior.warmup_epochs=3 --set fit.checkpoint_every=1
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label svgd-20 --seeds 2 3 --particles 20 --target-ratio 7.4 \
 	  --map 'runs/cifar10-resnet110-x7-seed{seed}' --set posterior.start=jitter --set posterior.jitter=0.2 \
 	  --set posterior.jitter_epochs=2 --set fit.checkpoint_every=1

@@ -106,6 +106,7 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
         ("resnet110", "dense", "dense, mean of 2 seeds", ".0f"),
         ("resnet110", "tensorized", "rank 20 throughout, `--kind tensorized`, mean of 2 seeds", ".1f"),
         ("resnet110", "x15", "two of those at 7.4 times, `--from` them `--target-ratio 15`, 8 more epochs", ".1f"),
+        ("resnet110", "x25", "those at 15 times, `--from` them `--target-ratio 25`, 7 more epochs", ".1f"),
         ("cnn", "svgd-20", "posteriors of 20 around those, parameters each", ".1f"),
         ("resnet110", "svgd-20", "posteriors of 20 around two of those, parameters each", ".1f"),
         ("mnist", "svgd-50", "posteriors of 50, parameters each", ".0f"),
@@ -121,6 +122,12 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
         assert f"| {said} | {row}" in readme, row
         if label != "paper" and "calibrated_log_likelihood" in found:
             assert f"{found['calibrated_log_likelihood']['mean']:.3f} for the" in text
+    first, second = (summary_of("cifar10-resnet110", label) for label in ("x15", "x25"))
+    kept = [ROOT / "results" / "cifar10-resnet110" / "x7" / f"seed-{seed}" / "result.json" for seed in first["seeds"]]
+    had = fmean(json.loads(path.read_text())["accuracy"] for path in kept)
+    accuracies = [f"{100 * value:.2f} %" for value in (first["accuracy"]["mean"], had, second["accuracy"]["mean"])]
+    went_on = f"{accuracies[0]} on the test images, where they had {accuracies[1]}; and from there to "
+    assert f"{went_on}{second['ratio']['mean']:.1f} times in 7 more: {accuracies[2]}." in text
     gains = {
         (name, kind): (
             f"{100 * (found['accuracy']['mean'] - found['map_accuracy']['mean']):.1f}",

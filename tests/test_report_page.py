@@ -315,7 +315,9 @@ def test_reliability_bins_against_a_plain_loop() -> None:
 def test_numbers_read_well() -> None:
     assert (count(3625), count(None), short_count(27235), short_count(1.7e6)) == ("3,625", "–", "27.2k", "1.7M")
     assert (ratio(137.07), ratio(7.36), percent(0.98564), signed(-0.0458)) == ("137×", "7.4×", "98.56 %", "−0.046")
-    assert [duration(s) for s in (4.26, 48, 112, 5020)] == ["4.3 s", "48 s", "1 min 52 s", "1 h 23 min"]
+    assert [duration(s) for s in (4.26, 48, 112, 2548, 3595, 5020)] == [
+        "4.3 s", "48 s", "1 min 52 s", "42 min", "1 h 0 min", "1 h 24 min",
+    ]  # fmt: skip
     assert (power(1e-3), power(1.0), power(100)) == ("10⁻³", "1", "10²")
     assert short_name("encoder.layers.11.attention.output") == "encoder.l…ion.output"
     assert len(short_name("x" * 50)) == 20

@@ -103,6 +103,7 @@ def test_the_ranks_shown_are_those_of_the_median_seed_of_the_default(full: Path)
     assert smallest is not None
     assert smallest.label == "alpha"
     assert smallest.median.scores.params == 3000  # the lower one of two
+    group(full, "gone-on", [{"params": 20, "from_run": {"run": "r", "params": 9, "epochs": 3, "seconds": 1.0}}])
     group(full, "cut-too-far", [{"preset": "paper", "params": 20}], settings={'preset = "default"': 'preset = "paper"'})
     (experiment,) = gather(full)
     ours = typical(experiment.groups)

@@ -36,14 +36,17 @@ def signed(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """112 -> "1 min 52 s"."""
+    """112 -> "1 min 52 s"; of what took long, only what matters of it."""
     if seconds is None:
         return "–"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
+    if minutes < 10:
         return f"{minutes} min {rest} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
 
 

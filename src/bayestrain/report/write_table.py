@@ -71,11 +71,15 @@ def _figures(experiment: Experiment) -> Drawn:
 
 
 def typical(groups: Sequence[Group]) -> Group | None:
-    """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest of ours."""
+    """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest of ours.
+
+    Those that went on from others' ranks come last.
+    """
     found = [group for group in groups if group.settings.kind == "low-rank" and group.settings.particles == 1]
     ours = [group for group in found if group.settings.preset != "paper"]
     named = [group for group in ours if group.label == "default"]
-    return min(named or ours or found, key=lambda group: group.size, default=None)
+    own = [group for group in ours if not group.settings.earlier_epochs]
+    return min(named or own or ours or found, key=lambda group: group.size, default=None)
 
 
 def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
