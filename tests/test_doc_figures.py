@@ -128,6 +128,10 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     accuracies = [f"{100 * value:.2f} %" for value in (first["accuracy"]["mean"], had, second["accuracy"]["mean"])]
     went_on = f"{accuracies[0]} on the test images, where they had {accuracies[1]}; and from there to "
     assert f"{went_on}{second['ratio']['mean']:.1f} times in 7 more: {accuracies[2]}." in text
+    labels = {" dense": "dense", " at 7.4 times": "x7", " at 15": "x15", " at 26.4": "x25"}
+    suited = {label: summary_of("cifar10-resnet110", name) for label, name in labels.items()}
+    said = [f"{found['calibrated_log_likelihood']['mean']:.3f}{label}" for label, found in suited.items()]
+    assert f"ResNet-110 then has {', '.join(said[:-1])} and {said[-1]}: " in readme
     gains = {
         (name, kind): (
             f"{100 * (found['accuracy']['mean'] - found['map_accuracy']['mean']):.1f}",
@@ -146,9 +150,6 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     together = f"have {20 * ours['params']['mean'] / large['params']['mean']:.1f} times the parameters of"
     assert f"{together} the dense" in text
     assert f"{together} one dense" in readme
-    small = summary_of("cifar10-resnet110", "x7")
-    mended = [found["calibrated_log_likelihood"]["mean"] for found in (small, summary_of("cifar10-resnet110", "dense"))]
-    assert f"ResNet-110 at 7.4 times then has {mended[0]:.3f}, the dense one {mended[1]:.3f}." in readme
     likely = [ours["log_likelihood"]["mean"], large["map_calibrated_log_likelihood"]["mean"]]
     less = 100 * (large["map_accuracy"]["mean"] - ours["accuracy"]["mean"])
     assert f"over seeds ({likely[0]:.3f} and {likely[1]:.3f}), at {less:.1f} points less accuracy;" in text

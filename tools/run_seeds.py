@@ -27,7 +27,7 @@ from typing import Any
 
 from bayestrain.train import toml
 from bayestrain.train.config import RunConfig, differences
-from bayestrain.train.records import commits
+from bayestrain.train.records import commits, read_result
 
 KEPT = ("result.json", "environment.json", "config.toml")
 NETWORK = ("model.json", "model.safetensors")
@@ -114,8 +114,9 @@ def searched(result: dict[str, Any], out: Path) -> dict[str, float]:
 
 def all_commits(out: Path, result: dict[str, Any]) -> set[str]:
     """The commits that a run was trained at, and so the run that it went on from; a posterior has its MAP point."""
-    folders = [folder for folder in (out, out / "map") if (folder / "environment.json").exists()]
-    return set().union(*(commits(folder) for folder in folders), (result.get("from_run") or {}).get("commits", []))
+    found = commits(out) | set((result.get("from_run") or {}).get("commits", []))
+    point = out / "map"
+    return found | all_commits(point, read_result(point)) if (point / "result.json").exists() else found
 
 
 def figures(result: dict[str, Any], out: Path) -> dict[str, float]:

@@ -102,7 +102,7 @@ TargetRatio = Annotated[
 FromRun = Annotated[
     Path | None,
     option(
-        "Begin with the network of a finished run, to make it smaller still or to train it for longer.",
+        "Begin with the network of a finished run, for instance to make it smaller still.",
         "--from",
         panel=WHAT,
         metavar="RUN",

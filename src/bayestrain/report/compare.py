@@ -47,7 +47,7 @@ def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that differ in nothing but their seed stand together."""
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        config = re.sub(r"(?m)^\s*(seed|from_run)\s*=.*$", "", run.config_text)
+        config = re.sub(r"(?m)^[ \t]*(seed|from_run)[ \t]*=.*\n?", "", run.config_text)
         before = run.begun.epochs if run.begun else None
         groups.setdefault((run.experiment, run.preset, run.kind, config, before), []).append(run)
     return list(groups.values())

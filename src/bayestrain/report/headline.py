@@ -29,7 +29,7 @@ def headline(run: Run) -> list[Card]:
 def _of_network(run: Run) -> list[Card]:
     scores, dense = run.scores, run.kind == "dense"
     asked = f"{words.ratio(run.target_ratio)} was asked for" if run.target_ratio else ""
-    before = f"{words.duration(run.begun.seconds)} of the earlier run before; " if run.begun else ""
+    before = f"after {words.duration(run.begun.seconds)} of earlier training; " if run.begun else ""
     cards = [
         Card("Parameters", words.count(scores.params), note="all dense" if dense else
              f"of {words.count(scores.dense_params)}"),

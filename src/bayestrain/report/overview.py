@@ -91,9 +91,10 @@ def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -
         texts.append(again)
     if experiment.groups:
         commands = [f"- `{group.label}`: `{group.command}`" for group in experiment.groups]
-        after = "; one with `--map` starts around networks that must be there" if "--map" in "".join(commands) else ""
-        if any(group.settings.earlier_epochs for group in experiment.groups):
-            after += "; one with `--from` goes on from networks that must be there"
+        around = ["`--map`"] if "--map" in "".join(commands) else []
+        begun = ["`--from`"] if any(group.settings.earlier_epochs for group in experiment.groups) else []
+        needed = " or ".join([*around, *begun])
+        after = f"; one with {needed} needs networks that must be there" if needed else ""
         texts.append("\n".join([f"The commands that make the lines again{after}:", "", *commands]))
     texts += [f"![{p.title}](figures/{p.name}.svg)\n\n*{p.caption}*" for p in pictures]
     return "\n\n".join(texts) + "\n"

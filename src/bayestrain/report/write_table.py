@@ -96,8 +96,8 @@ def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
 
 def _front_caption(groups: Sequence[Group]) -> str:
     text = "Mean and standard deviation over seeds; numbers are how many times smaller than dense a network is"
-    return (
-        f"{text}, hollow marks are of the preset `paper`."
-        if any(group.settings.preset == "paper" for group in groups)
-        else f"{text}."
-    )
+    if any(group.settings.preset == "paper" for group in groups):
+        text += ", hollow marks are of the preset `paper`"
+    begun = ", ".join(f"`{group.label}`" for group in groups if group.settings.earlier_epochs)
+    more = f" More epochs than the others, for they went on from larger networks: {begun}." if begun else ""
+    return f"{text}.{more}"

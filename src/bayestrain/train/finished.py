@@ -19,10 +19,11 @@ def check_finished(run: Path, use: str) -> RunConfig:
     """The config of a finished run of one network, all of whose files can be read; `use` is what it is wanted for."""
     if not run.is_dir():
         raise ConfigError(f"There is no run {run} to {use}.")
-    there = (run / "config.toml").is_file()
-    if there and toml.load(run / "config.toml").posterior.particles:
+    config = toml.load(run / "config.toml") if (run / "config.toml").is_file() else None
+    if config is not None and config.posterior.particles:
         raise ConfigError(f"{run} holds a posterior; its MAP point, if it has one, is {run / MAP}.")
-    if missing := [name for name in ("config.toml", *PARTS) if not (run / name).is_file()]:
+    missing = [name for name in ("config.toml", *PARTS) if not (run / name).is_file()]
+    if config is None or missing:
         raise ConfigError(
             f"{run} is no complete, finished run to {use}: it has no {missing[0]}. If it "
             f"was stopped: bayestrain train --resume --out {run}"
@@ -31,4 +32,4 @@ def check_finished(run: Path, use: str) -> RunConfig:
         if (run / name).exists():
             read_record(run / name, FIGURES if name == "result.json" else ())
     load_model(run)
-    return toml.load(run / "config.toml")
+    return config

@@ -1,4 +1,4 @@
-"""A run that begins with the network of a finished one, to make it smaller still or to train it for longer."""
+"""A run that begins with the network of a finished one, as a rule to make it smaller still."""
 
 from __future__ import annotations
 
@@ -42,21 +42,28 @@ def check_from_run(config: RunConfig) -> None:
     kind, old = config.experiment.kind, had.experiment.kind
     if old not in KINDS[kind]:
         raise ConfigError(f"{run} is {old}: a run that is {kind} can go on from {' or '.join(KINDS[kind])} ones.")
+    _note(run)  # what is damaged is found before anything is done
 
 
 def begin(config: RunConfig, out: Path) -> nn.Module:
     """The network to begin with, after noting in `out` where it comes from and how long it has been trained."""
     run = Path(config.experiment.from_run)
-    had, result = toml.load(run / "config.toml"), read_result(run)
+    write_json(out / START, _note(run))
+    return load_model(run)
+
+
+def _note(run: Path) -> dict[str, Any]:
+    had, result = toml.load(run / "config.toml").fit, read_result(run)
     earlier = result.get("from_run") or {}
-    write_json(out / START, {
+    if not isinstance(earlier, dict):
+        raise ConfigError(f"{run / 'result.json'} is damaged: from_run is {earlier!r}.")
+    return {
         "run": str(run),
-        "epochs": had.fit.epochs + had.fit.finetune_epochs + earlier.get("epochs", 0),
+        "epochs": had.epochs + had.finetune_epochs + earlier.get("epochs", 0),
         **{key: result[key] for key in ("params", "ratio", "accuracy", "log_likelihood")},
         "seconds": result["seconds"] + earlier.get("seconds", 0.0),
         "commits": sorted({*commits(run), *earlier.get("commits", [])}),
-    })  # fmt: skip
-    return load_model(run)
+    }
 
 
 def noted(out: Path) -> dict[str, Any]:

@@ -70,7 +70,8 @@ class Subject(ABC):
         if self.ratio >= config.target_ratio:
             raise ConfigError(
                 f"fit.target_ratio {config.target_ratio:g} asks for nothing: the network is {self.ratio:.3g}x smaller "
-                "than dense to begin with. Ask for more, or begin with larger ranks."
+                "than dense to begin with. Ask for more, or begin with a larger tensorize.max_rank; with --from, "
+                "begin with a larger network."
             )
         try:
             self.tolerance_for(config.target_ratio, 0.0)
