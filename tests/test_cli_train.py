@@ -250,7 +250,7 @@ def test_help_breaks_no_example_and_names_every_experiment(columns: int, monkeyp
     lines = [line.rstrip() for line in answer("train", "--help").splitlines()]
     for name in toml.names():
         assert any(re.match(rf" +{name} +{re.escape(toml.about(name))}$", line) for line in lines)
-    assert sum(line.startswith("   bayestrain train") for line in lines) == 11
+    assert sum(line.startswith("   bayestrain train") for line in lines) == 12
     assert any(line.endswith("# after Ctrl-C or a power cut") for line in lines)
 
 
