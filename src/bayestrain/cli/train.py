@@ -50,7 +50,7 @@ def train_help() -> str:
   bayestrain train mnist --seed 1              [dim]# into runs/mnist-seed1[/]
   bayestrain train mnist --preset paper        [dim]# as the paper has it[/]
   bayestrain train mnist --target-ratio 300    [dim]# at least so many times smaller[/]
-  bayestrain train mnist --from runs/mnist-seed0 --target-ratio 400
+  bayestrain train mnist --from runs/mnist-seed0 --target-ratio 350
   bayestrain train mnist --kind dense          [dim]# an ordinary network, to compare with[/]
   bayestrain train mnist --particles 20        [dim]# a posterior, not a point[/]
   bayestrain train mnist --seed 1 --particles 20 --map runs/mnist-seed1
