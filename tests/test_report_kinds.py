@@ -18,7 +18,7 @@ from bayestrain.report.headline import headline
 from bayestrain.report.load import load_run
 from bayestrain.report.paper import PAPER
 from bayestrain.report.run import Run, Spectra
-from bayestrain.report.tolerance import parameters_at, tolerances
+from bayestrain.report.tolerance import tolerances
 from bayestrain.report.words import count, percent, ratio, signed, tolerance
 from bayestrain.train import toml
 from bayestrain.train.experiment import run_experiment
@@ -146,43 +146,29 @@ def test_what_a_dense_run_cannot_have_is_not_missed(runs: dict[str, Path], tmp_p
 
 
 @pytest.mark.parametrize("name", ["ratio", "ratio-3"])
-def test_a_raised_tolerance_is_named(runs: dict[str, Path], name: str) -> None:
+def test_a_cut_to_a_size_is_told(runs: dict[str, Path], name: str) -> None:
     run = load_run(runs[name])
     assert run.spectra is not None
-    used = run.spectra.tol
-    assert run.raised == (0.01, used)
+    assert run.sized is not None
+    assert 0 < run.sized < 1
     assert (run.scores.ratio or 0) >= 150
-    text = said(write_report(runs[name]))
-    assert f"tolerance was raised from 1 % to {tolerance(used)} to make the network at least 150× smaller" in text
+    path = write_report(runs[name])
+    text = said(path)
+    assert "The network was to be at least 150× smaller. That decided, not a gap in the spectrum" in text
+    assert f"no cut for the size changed a weight by more than {tolerance(run.sized)}." in text
+    assert f"The search ended after {run.finetune_start} epochs" in text
     assert f"({ratio(run.scores.ratio)} smaller; 150× was asked for)" in text
-    assert "Dotted: the one set, 1 %." in text
-    assert tolerances(run.spectra)[0] < used < tolerances(run.spectra)[-1]
+    assert f"cuts went on until the network was {ratio(run.scores.ratio)} smaller." in text
+    assert f"Dashed: what the cut to a size left, {count(run.scores.params or 0)}." in text
+    assert "tolerance used" not in text
+    assert {"tolerance", "tolerance-1"} <= plots_of(path)
 
 
-def test_a_ratio_that_the_tolerance_reaches_raises_nothing(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = copy(runs["ratio"], tmp_path / "run")
-    used = json.loads((folder / "spectra.json").read_text())["tol"]
-    config = (folder / "config.toml").read_text()
-    assert "round_tol = 0.01" in config
-    (folder / "config.toml").write_text(config.replace("round_tol = 0.01", f"round_tol = {used!r}"))
-    assert load_run(folder).raised is None
-    text = said(write_report(folder))
-    assert "tolerance, which did not have to be raised for the 150× asked for" in text
-    assert "Dotted" not in text
-
-
-def test_a_search_that_ended_at_its_target_is_described(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = copy(runs["ratio"], tmp_path / "run")
-    spectra = json.loads((folder / "spectra.json").read_text())
-    (folder / "spectra.json").write_text(json.dumps({**spectra, "tol": 2e-3}))
-    run = load_run(folder)
-    assert run.reached_early
-    assert run.raised is None
-    text = said(write_report(folder))
-    assert (
-        f"smaller, as was asked for, after {run.finetune_start} epochs. The final rounding had a tolerance of" in text
-    )
-    assert f"until the network was {ratio(run.scores.ratio)} smaller." in text
+def test_a_rounding_without_a_size_is_not_called_one(runs: dict[str, Path]) -> None:
+    run = load_run(runs["lambda"])
+    assert run.spectra is not None
+    assert run.sized is None
+    assert "cuts went on" not in said(write_report(runs["lambda"]))
 
 
 @pytest.mark.parametrize("tol", [1e-5, 0.01, 0.4, 0.9])
@@ -320,13 +306,3 @@ def test_the_other_commands_take_such_runs(runs: dict[str, Path], tmp_path: Path
     assert after["accuracy"] == before["accuracy"]
     assert ("all dense" in text) == name.startswith("dense")
     assert (folder / "report.html").is_file()
-
-
-def test_sizes_at_a_tolerance_reach_the_one_used(runs: dict[str, Path]) -> None:
-    """Rounding again with the tolerance that the ratio needed gives about the size there is."""
-    run = load_run(runs["ratio"])
-    assert run.spectra is not None
-    totals = parameters_at(run.spectra, run.layers, run.scores.params or 0)
-    assert totals is not None
-    at = float(np.interp(np.log(run.spectra.tol), np.log(tolerances(run.spectra)), totals))
-    assert at == pytest.approx(run.scores.params, rel=0.25)

@@ -22,7 +22,7 @@ from bayestrain.report.load import load_run
 from bayestrain.report.palette import DARK, LIGHT
 from bayestrain.report.run import Evaluation, Spectra
 from bayestrain.report.table import spread
-from bayestrain.report.tolerance import core_parameters, kept_rank, parameters_at, plateau, ranks_at
+from bayestrain.report.tolerance import core_parameters, kept_rank, parameters_at, plateau, ranks_at, tolerances
 from bayestrain.report.words import count, duration, percent, power, ratio, short_count, short_name, signed
 
 EXPECTED = {
@@ -284,6 +284,8 @@ def test_parameters_are_counted_as_the_layers_count(trained: Path, tmp_path: Pat
     totals = parameters_at(run.spectra, run.layers, run.scores.params or 0)
     assert totals is not None
     assert (np.diff(totals) <= 0).all()
+    at = float(np.interp(np.log(run.spectra.tol), np.log(tolerances(run.spectra)), totals))
+    assert at == pytest.approx(run.scores.params, rel=0.25)
     deep = load_run(deep_run(tmp_path / "deep", epochs=2, layers=8))
     assert deep.tensor_layers[0].sizes == (9, 4, 8, 4, 8)
 

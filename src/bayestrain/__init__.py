@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bayestrain.saved import load_model, load_posterior, save_model, save_posterior
     from bayestrain.sizes import count_parameters, ranks
     from bayestrain.speed import PlanReport, plan_report
-    from bayestrain.target import tolerance_for
+    from bayestrain.target import ranks_for
     from bayestrain.train.config import FitConfig, PriorConfig
     from bayestrain.train.fitting import fit, fit_posterior
     from bayestrain.train.loop import FitResult
@@ -65,10 +65,10 @@ __all__ = [
     "plan_report",
     "predict",
     "ranks",
+    "ranks_for",
     "save_model",
     "save_posterior",
     "tensorize_",
-    "tolerance_for",
 ]
 
 _HOMES = {
@@ -84,7 +84,7 @@ _HOMES = {
     "saved": ("load_model", "load_posterior", "save_model", "save_posterior"),
     "sizes": ("count_parameters", "ranks"),
     "speed": ("PlanReport", "plan_report"),
-    "target": ("tolerance_for",),
+    "target": ("ranks_for",),
     "train.config": ("FitConfig", "PriorConfig"),
     "train.fitting": ("fit", "fit_posterior"),
     "train.loop": ("FitResult",),

@@ -14,7 +14,7 @@ from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
 from bayestrain.sizes import count_parameters, tt_layers
 from bayestrain.tables import text_table
-from bayestrain.target import weight_share
+from bayestrain.target import sized, weight_share
 
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
@@ -50,6 +50,11 @@ class CompactReport:
         """Whether any rank fell."""
         return any(layer.ranks != layer.ranks_before for layer in self.layers)
 
+    @property
+    def change(self) -> float:
+        """The largest relative change of a layer's weight."""
+        return max(layer.error for layer in self.layers)
+
     def __str__(self) -> str:
         rows = [
             [row.name, " ".join(map(str, row.ranks_before)), " ".join(map(str, row.ranks)),
@@ -68,6 +73,8 @@ def compact_(
     tol: float | None = None,
     rule: str = "rounding",
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    parameters: int | None = None,
 ) -> CompactReport:
     """Cut the ranks that do not matter and make the cores physically smaller, in place.
 
@@ -88,13 +95,21 @@ def compact_(
         optimizer: the optimiser that holds the cores, needed if it is to go on: without it, its state keeps the old
             shapes and its next step fails within PyTorch. With "contribution" and "lambda" its state is sliced along,
             with "rounding" the state of the cores that changed starts anew.
+        parameters: instead of a tolerance, for "rounding": how many the model may have. Ranks are cut, in whatever
+            layers, where that changes the weights least; a model that is small enough stays as it is.
     """
-    tol = checked_tol(tol, rule)
+    tol = checked_tol(tol, rule, parameters)
     layers = tt_layers(model)
     if not layers:
         raise ConfigError("The model has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
+    for name, layer in layers.items():
+        _check_finite(name, layer)
     with own_precision(next(iter(layers.values())).cores[0]):
-        plans = {name: _plan(name, layer, rule, tol) for name, layer in layers.items()}
+        if parameters is None:
+            plans = {name: _plan(name, layer, rule, tol) for name, layer in layers.items()}
+        else:
+            ranks = sized(model, parameters).ranks
+            plans = {name: _plan_rounding(layer, 0.0, ranks[name]) for name, layer in layers.items()}
     if optimizer is not None:
         _check_optimizer(optimizer, plans, layers)
 
@@ -103,7 +118,7 @@ def compact_(
     for name, layer in layers.items():
         ranks_before, parameters_before = layer.ranks, layer.parameters_left
         plans[name].apply(layer, optimizer)
-        layer.compacted = (rule, tol, _seen(layer, rule))
+        layer.compacted = (rule, tol, _seen(layer, rule)) if parameters is None else None
         rows.append(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
@@ -111,14 +126,19 @@ def compact_(
     norms = {name: [float(tt.norm([core.double() for core in layer.cores]))] for name, layer in layers.items()}
     gone = {name: vanished_note(name) for name in vanished(model, norms)}
     steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
-    notes = (*collapsed, *gone.values(), *advice(rows, rule, cut_before(layers), gone, steps))
+    found = advice(rows, rule, cut_before(layers), gone, steps, sized=parameters is not None)
+    notes = (*collapsed, *gone.values(), *found)
     return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
 
 
-def checked_tol(tol: float | None, rule: str) -> float:
-    """The tolerance, or the default one; raises if there is no such rule or it takes no such tolerance."""
+def checked_tol(tol: float | None, rule: str, parameters: int | None) -> float:
+    """The tolerance, or the default one; raises if there is no such rule or it takes no such tolerance or size."""
     if rule not in RULES:
         raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
+    if parameters is not None:
+        if tol is not None or rule != "rounding":
+            raise ConfigError(f"parameters= is instead of tol and for rule='rounding', got tol={tol}, rule={rule!r}.")
+        return 0.0
     tol = DEFAULT_TOL if tol is None else tol
     if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
         raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
@@ -177,23 +197,33 @@ class _Plan:
         return tensor.index_select(-1, self.keep[k]) if k < len(self.keep) else tensor
 
 
-def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
-    """Decide the new cores of one layer without touching it."""
-    cores = [core.detach() for core in layer.cores]
-    if not all(bool(torch.isfinite(core).all()) for core in cores):
+def _check_finite(name: str, layer: TTLayer) -> None:
+    if not all(bool(torch.isfinite(core).all()) for core in layer.cores):
         raise ConfigError(
             f"Layer {name!r} has NaN or infinite weights and cannot be compacted. "
             "Go back to a checkpoint from before training diverged."
         )
-    if layer.compacted == (rule, tol, _seen(layer, rule)):
+
+
+def _plan_rounding(layer: TTLayer, tol: float, ranks: Sequence[int] | None = None) -> _Plan:
+    """New cores of one layer, rounded with a tolerance, to given ranks at most."""
+    cores = [core.detach() for core in layer.cores]
+    if ranks is not None and tuple(ranks) == layer.ranks:
         return _Plan(cores, 0.0)
     exact = [core.double() for core in cores]
+    rounded = tt.round_cores(exact, tol * weight_share(layer, exact), None if ranks is None else ranks[1:-1])
+    new = [core.to(old.dtype) for core, old in zip(rounded, cores, strict=True)]
+    return _Plan(cores, 0.0) if tt.ranks(new) == layer.ranks else _Plan(new, relative_error(layer, exact, new))
+
+
+def _plan(name: str, layer: TTLayer, rule: str, tol: float) -> _Plan:
+    """Decide the new cores of one layer without touching it."""
+    cores = [core.detach() for core in layer.cores]
+    if layer.compacted == (rule, tol, _seen(layer, rule)):
+        return _Plan(cores, 0.0)
     if rule == "rounding":
-        rounded = tt.round_cores(exact, tol * weight_share(layer, exact))
-        new = [core.to(old.dtype) for core, old in zip(rounded, cores, strict=True)]
-        if tt.ranks(new) == layer.ranks:
-            return _Plan(cores, 0.0)
-        return _Plan(new, relative_error(layer, exact, new))
+        return _plan_rounding(layer, tol)
+    exact = [core.double() for core in cores]
     collapsed: list[int] = []
     if rule == "contribution":
         keep = _kept_by_contribution(exact, tol * weight_share(layer, exact))
@@ -317,20 +347,23 @@ def vanished_note(name: str, where: str = "") -> str:
 
 
 def advice(
-    rows: Sequence[CompactedLayer], rule: str, earlier: bool, gone: Container[str] = (), steps: str = ""
-) -> list[str]:
+    rows: Sequence[CompactedLayer], rule: str, earlier: bool, gone: Container[str] = (), steps: str = "",
+    *, sized: bool = False,
+) -> list[str]:  # fmt: skip
     """What to try where ranks did not move, though none fell `earlier`, or fell to 1; `steps` to check come first.
 
-    Of layers that are `gone`, the weight of the prior is not to rise, and their ranks are no matter.
+    Of layers that are `gone`, the weight of the prior is not to rise, and their ranks are no matter. Where a cut is
+    `sized`, to a number of parameters, ranks that did not move were small enough.
     """
     notes = []
-    moved = earlier or any(row.ranks != row.ranks_before for row in rows)
+    moved = earlier or sized or any(row.ranks != row.ranks_before for row in rows)
     if not moved and any(max(row.ranks) > 1 for row in rows):
         weight = "" if any(row.name in gone for row in rows) else " or with a larger prior weight"
         notes.append(f"no rank moved. Train longer{weight}, {steps}or raise tol.")
     if rule != "lambda":
+        remedy = "allow more parameters" if sized else "lower the prior weight"
         notes += [
-            f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, lower the prior weight."
+            f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}."
             for row in rows
             if max(row.ranks) == 1 < max(row.ranks_before) and row.name not in gone
         ]

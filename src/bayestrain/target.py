@@ -1,8 +1,9 @@
-"""The rounding tolerance that makes a network as small as somebody wants it."""
+"""The ranks that make a network as small as somebody wants it, where that changes its weights least."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import torch
 from torch import Tensor, nn
@@ -12,62 +13,60 @@ from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
 from bayestrain.sizes import count_parameters, tt_layers
 
-LARGEST = 1.0 - 1e-9
-"""The largest tolerance there is: below 1."""
-
-HALVINGS = 40
-
-MARGIN = 1e-6
-"""What is added to a tolerance, relatively: whoever rounds with it, on another device perhaps, finds singular values
-that differ in their last digits, and those of a nearly empty index have few digits in common."""
-
-NOISE = 1e-14
-"""The same for tolerances that are hardly more than rounding."""
-
 
 @dataclass(frozen=True)
 class Roundable:
-    """One layer as a tolerance sees it.
+    """One layer as a cut to a size sees it; `sizes` are the products of the cores' modes."""
 
-    `tails` has, per bond, the relative errors of keeping the largest 0, 1, .., R singular values; `sizes` are the
-    products of the cores' modes; `share` is the part of the tolerance that each bond gets.
-    """
-
-    tails: Sequence[Tensor]
+    shares: Sequence[Sequence[float]]
+    """Per bond, the square of every singular value relative to the square of the weight's norm, largest first."""
     sizes: Sequence[int]
-    share: float
 
-    def entries(self, tol: float) -> int:
-        """Entries of all cores after rounding with this tolerance; at most so many, if bonds are cut one by one."""
-        return self._entries([max(int((tail > tol * self.share).sum()), 1) for tail in self.tails])
-
-    @property
-    def fewest(self) -> int:
-        """Entries with every rank at 1."""
-        return self._entries([1 for _ in self.tails])
-
-    def _entries(self, inner: Sequence[int]) -> int:
-        chain = (1, *inner, 1)
+    def entries(self, chain: Sequence[int]) -> int:
+        """Entries of all cores with these ranks, the ones at the ends among them."""
         return sum(left * size * right for left, size, right in zip(chain[:-1], self.sizes, chain[1:], strict=True))
 
+    def change(self, chain: Sequence[int]) -> float:
+        """The relative change of the weight that rounding to these ranks makes, at most."""
+        kept = zip(self.shares, chain[1:-1], strict=True)
+        return math.sqrt(sum(math.fsum(bond[rank:]) for bond, rank in kept))
 
-def tolerance_for(model: nn.Module, parameters: int, least: float = 0.0) -> float:
-    """A tolerance, not below `least`, with which ``compact_(model, tol)`` leaves at most `parameters`.
 
-    It is the smallest by the spectra of the weights as they are; where much is cut, `compact_` finds a little less to
-    keep at the later bonds. All layers get the same tolerance, so that each gives up what it can spare. The model is
-    not changed. Where not even the largest tolerance, just below 1, leaves so few, it is that one: the weights of such
-    a model have no small parts.
-    """
-    layers = []
+@dataclass(frozen=True)
+class SizedRanks:
+    """Ranks of every layer, with the ones at the ends; by `change` at most each weight changes, relatively."""
+
+    ranks: dict[str, tuple[int, ...]]
+    change: float
+
+
+def ranks_for(model: nn.Module, parameters: int) -> dict[str, tuple[int, ...]]:
+    """The ranks that ``compact_(model, parameters=..)`` would leave, as `ranks` has them. The model is not changed."""
+    return sized(model, parameters).ranks
+
+
+def sized(model: nn.Module, parameters: int) -> SizedRanks:
+    """Ranks with which the model has at most so many parameters, found in the spectra of its weights."""
+    layers = {}
     cores = 0
-    for layer in tt_layers(model).values():
+    for name, layer in tt_layers(model).items():
         exact = [core.detach().cpu().double() for core in layer.cores]
         cores += sum(core.numel() for core in exact)
-        share = weight_share(layer, exact) / math.sqrt(max(len(exact) - 1, 1))
-        tails = [relative_tails(values[None])[0] for values in tt.bond_spectra(exact)]
-        layers.append(Roundable(tails, [math.prod(core.shape[1:-1]) for core in exact], share))
-    return smallest_tolerance(layers, count_parameters(model) - cores, parameters, least)
+        shares = [squares(values[None])[0] for values in tt.bond_spectra(exact)]
+        layers[name] = roundable(shares, exact, weight_share(layer, exact))
+    return cheapest_ranks(layers, count_parameters(model) - cores, parameters)
+
+
+def roundable(shares: Iterable[Tensor], cores: Iterable[Tensor], weight: float) -> Roundable:
+    """A layer with these cores, whose weight has so much of its train's norm."""
+    sizes = [math.prod(core.shape[1:-1]) for core in cores]
+    return Roundable([(bond / max(weight, 1e-150) ** 2).tolist() for bond in shares], sizes)
+
+
+def squares(values: Tensor) -> Tensor:
+    """``(n, R)`` singular values to their squares, relative to the sum of these."""
+    energy = values.square()
+    return energy / energy.sum(1, keepdim=True).clamp_min(1e-300)
 
 
 def weight_share(layer: TTLayer, cores: Sequence[Tensor]) -> float:
@@ -80,32 +79,64 @@ def weight_share(layer: TTLayer, cores: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(layer.dense_weight(cores)) / tt.norm(cores).clamp_min(1e-300))
 
 
-def smallest_tolerance(layers: Sequence[Roundable], others: int, parameters: int, least: float) -> float:
-    """By bisection: sizes fall as the tolerance rises. `others` are the parameters that are in no core."""
+def cheapest_ranks(layers: Mapping[str, Roundable], others: int, parameters: int) -> SizedRanks:
+    """One rank index after the other goes, always the one of the lowest price; then what there is room for comes back.
 
-    def size(tol: float) -> int:
-        return others + sum(layer.entries(tol) for layer in layers)
+    `others` are the parameters that are in no core.
+    """
+    chains = {name: [1, *map(len, layer.shares), 1] for name, layer in layers.items()}
 
-    fewest = others + sum(layer.fewest for layer in layers)
+    def freed(name: str, bond: int) -> int:
+        """Entries that an index at this bond takes."""
+        chain, sizes = chains[name], layers[name].sizes
+        return chain[bond - 1] * sizes[bond - 1] + sizes[bond] * chain[bond + 1]
+
+    def price(name: str, bond: int, index: int) -> float:
+        """What an index is of its weight, against the root of what it takes.
+
+        By all that it takes, the sum over the layers of their squared changes would be the smallest. But that hits
+        wide layers hard, and what a layer loses does more harm the more it has lost.
+        """
+        return layers[name].shares[bond - 1][index] / math.sqrt(freed(name, bond))
+
+    def bonds() -> Iterator[tuple[str, int]]:
+        return ((name, bond) for name, chain in chains.items() for bond in range(1, len(chain) - 1))
+
+    fewest = others + sum(layer.entries([1] * len(chains[name])) for name, layer in layers.items())
     if fewest > parameters:
         raise ConfigError(
             f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which "
             f"{others:,} are in no tensor train. Allow more, or tensorize more layers."
         )
-    if size(least) <= parameters:
-        return least
-    low, high = max(least, 1e-12), LARGEST
-    for _ in range(HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if size(middle) > parameters else (low, middle)
-    return min(high * (1 + MARGIN) + NOISE, LARGEST)
+    room = parameters - others - sum(layer.entries(chains[name]) for name, layer in layers.items())
+    last = [(price(name, bond, chains[name][bond] - 1), name, bond) for name, bond in bonds() if chains[name][bond] > 1]
+    heapify(last)
+    while room < 0:
+        known, name, bond = heappop(last)
+        now = price(name, bond, chains[name][bond] - 1)
+        if now > known:  # a neighbour's rank has fallen since: prices only rise
+            heappush(last, (now, name, bond))
+            continue
+        room += freed(name, bond)
+        chains[name][bond] -= 1
+        if (rank := chains[name][bond]) > 1:
+            heappush(last, (price(name, bond, rank - 1), name, bond))
 
+    def can_grow(name: str, bond: int) -> bool:
+        chain, layer = chains[name], layers[name]
+        most = min(chain[bond - 1] * layer.sizes[bond - 1], layer.sizes[bond] * chain[bond + 1])
+        return chain[bond] < min(len(layer.shares[bond - 1]), most) and freed(name, bond) <= room
 
-def relative_tails(values: Tensor) -> Tensor:
-    """``(n, R)`` singular values to ``(n, R + 1)``: the relative error of keeping the largest 0, 1, .., R of them."""
-    energy = values.square()
-    tail = torch.cat([energy.flip(1).cumsum(1).flip(1), energy.new_zeros(len(energy), 1)], dim=1)
-    return (tail / tail[:, :1].clamp_min(1e-300)).sqrt()
+    for name, layer in layers.items():  # more than its neighbours can use, an index stands for nothing
+        before = layer.entries(chains[name])
+        chains[name][1:-1] = tt.feasible_ranks(layer.sizes, chains[name][1:-1])
+        room += before - layer.entries(chains[name])
+    while fitting := [(price(*at, chains[at[0]][at[1]]), *at) for at in bonds() if can_grow(*at)]:
+        _, name, bond = max(fitting)
+        room -= freed(name, bond)
+        chains[name][bond] += 1
+    change = max((layer.change(chains[name]) for name, layer in layers.items()), default=0.0)
+    return SizedRanks({name: tuple(chain) for name, chain in chains.items()}, change)
 
 
 def dense_parameters(model: nn.Module) -> int:

@@ -29,13 +29,14 @@ from bayestrain.posterior.ranks import (
     by_contribution,
     by_lambda,
     by_rounding,
+    each_squares,
     own_ranks,
-    roundable,
     take,
+    to_ranks,
     unstack,
 )
 from bayestrain.sizes import tt_layers
-from bayestrain.target import smallest_tolerance, weight_share
+from bayestrain.target import SizedRanks, cheapest_ranks, roundable, weight_share
 
 NAMED = 5
 """So many particles are named in a note."""
@@ -43,14 +44,24 @@ NAMED = 5
 
 @torch.no_grad()
 def compact_particles(
-    model: ParticleModel, tol: float | None, rule: str, optimizer: torch.optim.Optimizer | None
+    model: ParticleModel,
+    tol: float | None,
+    rule: str,
+    optimizer: torch.optim.Optimizer | None,
+    parameters: int | None = None,
 ) -> CompactReport:
     """Cut the ranks that the particles, on the whole, do not need; see `Posterior.compact_`."""
-    tol = checked_tol(tol, rule)
+    tol = checked_tol(tol, rule, parameters)
     layers = tt_layers(model.template)
     if not layers:
         raise ConfigError("The network has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
-    cuts = {name: _cut(model, name, layer, rule, tol) for name, layer in layers.items()}  # all, before any change
+    for name, layer in layers.items():
+        _check(model, name, layer)
+    if parameters is None:
+        cuts = {name: _cut(model, name, layer, rule, tol) for name, layer in layers.items()}  # all, before any change
+    else:
+        ranks = sized_particles(model, parameters).ranks
+        cuts = {name: _cut_to(model, name, layer, ranks[name]) for name, layer in layers.items()}
     errors = {name: _error(model, name, layers[name], cut) for name, cut in cuts.items() if cut is not None}
     before = model.parameters_each
     rows = []
@@ -59,12 +70,13 @@ def compact_particles(
         cut = cuts[name]
         if cut is not None:
             _apply(model, name, layer, cut, optimizer)
-        layer.compacted = (rule, tol, _seen(model, name, layer, rule))
+        layer.compacted = (rule, tol, _seen(model, name, layer, rule)) if parameters is None else None
         error = 0.0 if cut is None else errors[name]
         rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
     collapsed = [collapse(name, bond, tol) for name, cut in cuts.items() if cut is not None for bond in cut.collapsed]
     gone = _vanished(model, layers)
-    notes = (*collapsed, *gone.values(), *advice(rows, rule, cut_before(layers), gone))
+    found = advice(rows, rule, cut_before(layers), gone, sized=parameters is not None)
+    notes = (*collapsed, *gone.values(), *found)
     return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, notes)
 
 
@@ -88,15 +100,35 @@ def rank_spread(model: ParticleModel, tol: float) -> dict[str, list[list[int]]]:
     }
 
 
-def particles_tolerance(model: ParticleModel, parameters: int, least: float) -> float:
-    """The smallest tolerance, not below `least`, that rounds every particle to at most `parameters`."""
+def rank_spread_of_size(model: ParticleModel, parameters: int) -> dict[str, list[list[int]]]:
+    """Per layer and bond, the rank that each particle alone would be cut to, to have at most so many parameters."""
+    spectra = _squares(model)
+    found = []
+    for i in range(len(model)):
+        own = {name: [bond[i] for bond in bonds] for name, bonds in spectra.items()}
+        found.append(_sized(model, own, parameters).ranks)
+    return {
+        name: [list(bond) for bond in zip(*(ranks[name][1:-1] for ranks in found), strict=True)] for name in spectra
+    }
+
+
+def sized_particles(model: ParticleModel, parameters: int) -> SizedRanks:
+    """One set of ranks with which every particle has at most so many parameters."""
+    mean = {name: [bond.mean(0) for bond in bonds] for name, bonds in _squares(model).items()}
+    return _sized(model, mean, parameters)
+
+
+def _squares(model: ParticleModel) -> dict[str, list[Tensor]]:
     layers = tt_layers(model.template)
-    cores = {name: stacked_cores(model, name, layer) for name, layer in layers.items()}
-    others = model.parameters_each - sum(core[0].numel() for chain in cores.values() for core in chain)
-    return smallest_tolerance(
-        [roundable(cores[name], _inner_tol(model, name, layer, 1.0)) for name, layer in layers.items()],
-        others, parameters, least,
-    )  # fmt: skip
+    return {name: each_squares(stacked_cores(model, name, layer)) for name, layer in layers.items()}
+
+
+def _sized(model: ParticleModel, squares: Mapping[str, Sequence[Tensor]], parameters: int) -> SizedRanks:
+    layers, others = {}, model.parameters_each
+    for name, layer in tt_layers(model.template).items():
+        others -= sum(core.numel() for core in layer.cores)
+        layers[name] = roundable(squares[name], layer.cores, _inner_tol(model, name, layer, 1.0))
+    return cheapest_ranks(layers, others, parameters)
 
 
 def stacked_cores(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
@@ -119,8 +151,8 @@ def stacked_log_lambdas(model: ParticleModel, name: str, layer: TTLayer) -> list
     return [model.carried[tensor_name(name, f"rank_state.log_lambda_{bond}")] for bond in range(1, len(layer.cores))]
 
 
-def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float) -> SharedCut | None:
-    """What one layer would be cut to; None if nothing would change."""
+def _check(model: ParticleModel, name: str, layer: TTLayer) -> None:
+    """Refuse a layer that particles cannot be cut in together."""
     cores = stacked_cores(model, name, layer)
     for i in range(len(model)):
         if not all(bool(core[i].isfinite().all()) for core in cores):
@@ -134,6 +166,16 @@ def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float)
             f"Layer {name!r} has cores that train and cores that are frozen, hence common to all particles: no cut of "
             "it can suit each of them. Freeze all of its cores, or none."
         )
+
+
+def _cut_to(model: ParticleModel, name: str, layer: TTLayer, ranks: Sequence[int]) -> SharedCut | None:
+    """One layer with these ranks; None if it has them."""
+    return None if tuple(ranks) == layer.ranks else to_ranks(stacked_cores(model, name, layer), ranks[1:-1])
+
+
+def _cut(model: ParticleModel, name: str, layer: TTLayer, rule: str, tol: float) -> SharedCut | None:
+    """What one layer would be cut to; None if nothing would change."""
+    cores = stacked_cores(model, name, layer)
     if layer.compacted == (rule, tol, _seen(model, name, layer, rule)):
         return None
     if rule == "lambda":

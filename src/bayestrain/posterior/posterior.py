@@ -13,13 +13,13 @@ from torch.nn.modules.conv import _ConvNd
 
 from bayestrain.batchnorm import IdleBiases
 from bayestrain.capture import Capture
-from bayestrain.compact import CompactReport
+from bayestrain.compact import CompactReport, checked_tol
 from bayestrain.errors import ConfigError, ParticleWarning
 from bayestrain.infer import METHODS, Diagnostics, Kernel, Method, diagnose, rbf, stein_discrepancy
 from bayestrain.infer.method import MakeOptimizer
 from bayestrain.layers import TTConv2d
 from bayestrain.posterior.batches import checked_batch
-from bayestrain.posterior.compaction import compact_particles, particles_tolerance, rank_spread
+from bayestrain.posterior.compaction import compact_particles, rank_spread, rank_spread_of_size
 from bayestrain.posterior.joint import CallableLikelihood, Joint, PerDatum, stack_joints
 from bayestrain.posterior.memory import Activations, MemoryEstimate, activations, held_bytes, optimizer_states, plan
 from bayestrain.posterior.model import ParticleModel
@@ -267,7 +267,9 @@ class Posterior(ParticleModel):
         """Those that have been emptied, of all particles."""
         return [self.particles[f"model.{layer}.bias"] for layer in (self._idle.names if self._idle is not None else ())]
 
-    def compact_(self, tol: float | None = None, rule: str = "rounding") -> CompactReport:
+    def compact_(
+        self, tol: float | None = None, rule: str = "rounding", *, parameters: int | None = None
+    ) -> CompactReport:
         """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.
 
         Args:
@@ -275,19 +277,21 @@ class Posterior(ParticleModel):
                 "lambda" the absolute threshold. Default 1e-2.
             rule: "rounding" and "contribution" do not depend on the gauge; "contribution" keeps the optimiser's state
                 and is meant for the time of training; "lambda" is the paper's, on the posterior mean of lambda.
+            parameters: instead of a tolerance, for "rounding": how many each particle may have. Ranks are cut, in
+                whatever layers, where that changes the weights least.
         """
-        report = compact_particles(self, tol, rule, self.method.optimizer)
+        report = compact_particles(self, tol, rule, self.method.optimizer, parameters)
         if report.changed:
             self._estimate = None  # less memory, other chunks
         return report
 
-    def tolerance_for(self, parameters: int, least: float = 0.0) -> float:
-        """A tolerance, not below `least`, at which `compact_` leaves each particle `parameters` at most."""
-        return particles_tolerance(self, parameters, least)
+    def rank_spread(self, tol: float | None = None, *, parameters: int | None = None) -> dict[str, list[list[int]]]:
+        """``{layer: [[rank of every particle] for each bond]}``: what each alone would be cut to.
 
-    def rank_spread(self, tol: float = 1e-2) -> dict[str, list[list[int]]]:
-        """``{layer: [[rank of every particle] for each bond]}``: what each alone would be rounded to."""
-        return rank_spread(self, tol)
+        That is with a tolerance, 1e-2 if none is given, or to have at most so many parameters.
+        """
+        tol = checked_tol(tol, "rounding", parameters)
+        return rank_spread(self, tol) if parameters is None else rank_spread_of_size(self, parameters)
 
     def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
         """From here on the ranks are given: lambda goes, every weight has the prior Normal(0, variance).

@@ -4,7 +4,6 @@ Works on one layer's stacked cores, ``(n, left, *modes, right)`` each. A rank in
 particle, so nothing is averaged over equal indices: errors are, sorted within each particle.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayestrain import tt
-from bayestrain.target import Roundable, relative_tails
+from bayestrain.target import squares
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,14 @@ class SharedCut:
 
 def by_rounding(cores: Sequence[Tensor], tol: float) -> SharedCut:
     """The smallest ranks for which the particles' errors, relative to each one's norm, have a mean square of tol^2."""
-    particles = unstack(cores)
     share = tol / max(len(cores) - 1, 1) ** 0.5
-    shared = [_smallest(tail, share) for tail in _mean_tails(particles)]
-    rounded = [_pad(tt.round_cores(particle, 0.0, shared), shared) for particle in particles]
+    mean = [bond.mean(0) for bond in each_squares(cores)]
+    return to_ranks(cores, [_smallest(tail, share) for tail in _tails(mean)])
+
+
+def to_ranks(cores: Sequence[Tensor], shared: Sequence[int]) -> SharedCut:
+    """Every particle rounded to the same inner ranks."""
+    rounded = [_pad(tt.round_cores(particle, 0.0, shared), shared) for particle in unstack(cores)]
     return SharedCut(_stack(rounded, cores))
 
 
@@ -73,7 +76,7 @@ def by_lambda(cores: Sequence[Tensor], log_lambdas: Sequence[Tensor], threshold:
 def own_ranks(cores: Sequence[Tensor], tol: float) -> list[list[int]]:
     """Per bond, the rank that each particle alone would be rounded to."""
     share = tol / max(len(cores) - 1, 1) ** 0.5
-    return [[_smallest(row, share) for row in tail] for tail in _tails(unstack(cores))]
+    return [[_smallest(row, share) for row in tail] for tail in _tails(each_squares(cores))]
 
 
 def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
@@ -86,21 +89,15 @@ def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
     return tensor
 
 
-def roundable(cores: Sequence[Tensor], share: float) -> Roundable:
-    """The layer as a tolerance sees it that `by_rounding` gets `share` of."""
-    sizes = [math.prod(core.shape[2:-1]) for core in cores]
-    return Roundable(_mean_tails(unstack(cores)), sizes, share / max(len(cores) - 1, 1) ** 0.5)
+def each_squares(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Per bond ``(n, R)``: the squares of each particle's singular values, relative to its norm, largest first."""
+    spectra = [tt.bond_spectra(particle) for particle in unstack(cores)]
+    return [squares(torch.stack(bond)) for bond in zip(*spectra, strict=True)]
 
 
-def _mean_tails(particles: list[list[Tensor]]) -> list[Tensor]:
-    """The root mean square of `_tails` over the particles."""
-    return [tail.square().mean(0).sqrt() for tail in _tails(particles)]
-
-
-def _tails(particles: list[list[Tensor]]) -> list[Tensor]:
-    """Per bond ``(n, R + 1)``: the relative error of keeping the largest 0, 1, .., R singular values."""
-    spectra = [tt.bond_spectra(particle) for particle in particles]
-    return [relative_tails(torch.stack(bond)) for bond in zip(*spectra, strict=True)]
+def _tails(bonds: Sequence[Tensor]) -> list[Tensor]:
+    """Per bond ``(.., R)``: the relative error of keeping the largest 0, 1, .., R - 1 singular values."""
+    return [bond.flip(-1).cumsum(-1).flip(-1).sqrt() for bond in bonds]
 
 
 def _smallest(tail: Tensor, share: float) -> int:

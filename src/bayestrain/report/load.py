@@ -191,7 +191,8 @@ def _spectra(path: Path) -> Spectra | None:
             if len(ranks) != len(bonds[name]):
                 raise ValueError(f"layer {name!r} has {len(bonds[name])} bonds but {len(ranks)} ranks")
         earlier = {name: [[float(v) for v in bond] for bond in about["earlier"]] for name, about in layers.items()}
-        return Spectra(float(content["tol"]), bonds, cut, earlier)
+        change = content.get("change")
+        return Spectra(float(content["tol"]), bonds, cut, earlier, None if change is None else float(change))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(
             f"{path} is malformed ({error!r}). Delete it to leave the spectra out of the report."

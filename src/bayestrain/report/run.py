@@ -58,13 +58,15 @@ class Spectra:
     """Singular values per layer and bond just before the final cut, and the ranks it kept.
 
     `tol` is the tolerance of the rounding; of a run whose `rule` is "lambda" it is the threshold on lambda. `earlier`
-    are those that training cut on the way, relative to the largest of the bond at that moment.
+    are those that training cut on the way, relative to the largest of the bond at that moment. `change` is
+    the most that a cut changed of a weight, where the size that was asked for decided; else None.
     """
 
     tol: float
     bonds: dict[str, list[list[float]]]
     cut: dict[str, tuple[int, ...]]
     earlier: dict[str, list[list[float]]]
+    change: float | None = None
 
     def all_values(self, name: str) -> list[list[float]]:
         """A layer's singular values per bond, those that training cut on the way at the end."""
@@ -225,7 +227,7 @@ class Run:
     rule: str
     """How the final ranks were found: by "rounding", or by the paper's threshold on "lambda"."""
     round_tol: float | None
-    """The tolerance that was set; `Spectra.tol` is the one used, another where a ratio was asked for."""
+    """The tolerance that was set; `Spectra.tol` is the one used, a finer one where a ratio was asked for."""
     target_ratio: float | None
     """How many times smaller it had to be, if that was asked for."""
     seed: int | None
@@ -276,18 +278,9 @@ class Run:
         return self.kind not in ("dense", "tensorized") and not around
 
     @property
-    def raised(self) -> tuple[float, float] | None:
-        """The tolerance of the final rounding as set and as used, where the ratio asked for made it larger."""
-        if not self.target_ratio or self.spectra is None or self.round_tol is None:
-            return None
-        return (self.round_tol, self.spectra.tol) if self.spectra.tol > self.round_tol else None
-
-    @property
-    def reached_early(self) -> bool:
-        """Whether the ratio asked for was reached by the search itself, and the rounding was finer than set."""
-        if not self.target_ratio or self.spectra is None or self.round_tol is None:
-            return False
-        return self.rule == "rounding" and self.spectra.tol < self.round_tol
+    def sized(self) -> float | None:
+        """The most that a cut changed of a weight, where the size that was asked for decided; else None."""
+        return self.spectra.change if self.spectra is not None else None
 
     @property
     def path(self) -> tuple[Epoch, ...]:

@@ -88,10 +88,8 @@ def _left_text(run: Run) -> str:
     text = f"{first}; the prior let go of what the data did not ask for"
     if run.rule == "lambda":
         return f"{text}, and the paper’s threshold on λ decided what is left."
-    if run.raised:
-        return f"{text}, and the rounding went on until the network was {words.ratio(run.scores.ratio)} smaller."
-    if run.reached_early:
-        return f"{text}, until the network was {words.ratio(run.scores.ratio)} smaller."
+    if run.sized is not None:
+        return f"{text}, and cuts went on until the network was {words.ratio(run.scores.ratio)} smaller."
     return f"{text}."
 
 
@@ -105,27 +103,17 @@ def _cut_text(run: Run) -> str:
             "Nothing was rounded. The threshold sees neither the weights nor the error it makes; the singular values "
             "show what each bond held."
         )
-    if run.raised:
-        before, used = map(words.tolerance, run.raised)
-        asked = words.ratio(run.target_ratio)
-        reached = (run.scores.ratio or 0) >= (run.target_ratio or 0)
-        end = "" if reached else f" It was not reached: the network is {words.ratio(run.scores.ratio)} smaller."
+    if run.sized is not None:
+        end = f"ended after {run.finetune_start} epochs" if run.finetune_start else "went on to the end"
         return (
-            f"The final rounding sees only the weights. Its tolerance was raised from {before} to {used} to make the "
-            f"network at least {asked} smaller: the size asked for decided, not a gap in the spectrum.{end}"
+            f"The network was to be at least {words.ratio(run.target_ratio)} smaller. That decided, not a gap in the "
+            "spectrum: little by little, ranks went where the weights change least by it, in whatever layer. "
+            f"The search {end}; no cut for the size changed a weight by more than {words.tolerance(run.sized)}."
         )
-    if run.reached_early:
-        asked, used = words.ratio(run.target_ratio), words.tolerance(run.spectra.tol if run.spectra else 0.0)
-        when = f", after {run.finetune_start} epochs" if run.finetune_start else ""
-        return (
-            f"The search ended when it could make the network {asked} smaller, as was asked for{when}. The final "
-            f"rounding had a tolerance of {used}, for just that size: what the prior had all but emptied stayed, where "
-            "there was room for it."
-        )
-    text = "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not the "
-    if run.target_ratio and run.spectra:
-        return f"{text}tolerance, which did not have to be raised for the {words.ratio(run.target_ratio)} asked for."
-    return f"{text}tolerance."
+    return (
+        "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not the "
+        "tolerance."
+    )
 
 
 def _certainty(run: Run) -> Section:

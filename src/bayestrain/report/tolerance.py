@@ -12,6 +12,8 @@ LEAST, MOST = 1e-4, 0.5
 
 def tolerances(spectra: Spectra) -> NDArray[np.float64]:
     """The tolerances that are looked at, the one used well among them."""
+    if spectra.change is not None:  # no tolerance decided
+        return np.geomspace(LEAST, MOST, 60)
     low = min(LEAST, spectra.tol / 2) if spectra.tol > 0 else LEAST
     return np.geomspace(low, max(MOST, min(2 * spectra.tol, 1.0)), 60)
 

@@ -14,7 +14,7 @@ from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import naming, write_atomically
 from bayestrain.train.places import LAST
 
-FORMAT = 4
+FORMAT = 5
 """Of checkpoints: a higher number for every change after which older ones cannot be gone on from."""
 
 

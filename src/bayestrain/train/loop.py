@@ -31,9 +31,6 @@ LOOK_EVERY = 50
 EMPTY = 1e-7
 """Parts of a weight that are relatively smaller than this are lost in rounding errors; larger ones can grow again."""
 
-BOLDEST = 0.3
-"""The largest tolerance of a cut on the way to a target: what is cut then must be learned again."""
-
 LAST_INPUTS = 2**14
 """Training inputs that particles' batch norm is settled with at the end: far more than a mean and a variance need."""
 
@@ -89,6 +86,8 @@ class Loop:
         self.arrived = False
         """Whether the next cut would bring the network to its target: then the search is over."""
         self.search_ended: int | None = None
+        self.change = 0.0
+        """The largest relative change of a weight that a cut for the target has made."""
         self.spectra: dict[str, Any] = {}
         self.cut_earlier: dict[str, list[list[float]]] = {}
         """Per layer and bond, the singular values that the search has cut, relative to the largest of that moment."""
@@ -164,43 +163,37 @@ class Loop:
         if not self.subject.searching or not every or self.epoch < config.compact_from or self.epoch % every:
             return
         if config.target_ratio:
-            self.arrived = self.subject.tolerance_for(config.target_ratio, 0.0) <= config.compact_tol
+            self.arrived = self.subject.change_for(config.target_ratio) <= config.compact_tol
             if self.arrived:
                 return
         bonds = self.subject.spectra()
-        for row in self.subject.cut(self._cut_tolerance()).layers:
+        report = self.subject.cut(config.compact_tol)
+        if config.target_ratio:
+            wanted = wanted_ratio(config, self.epoch, self.start_ratio)
+            if self.subject.ratio < wanted:  # more than what is empty has to go, little by little
+                report = self.subject.cut_to(wanted)
+                self.change = max(self.change, report.change)
+        for row in report.layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
                 known[:0] = [value / max(values[0], 1e-300) for value in values[rank:]]
 
-    def _cut_tolerance(self) -> float:
-        """What a cut may change; with a target, as much as it takes to come nearer to it little by little."""
-        tol = self.config.compact_tol
-        if not self.config.target_ratio:
-            return tol
-        wanted = self.subject.tolerance_for(wanted_ratio(self.config, self.epoch, self.start_ratio), tol)
-        return max(tol, min(wanted, BOLDEST))
-
     def _round(self) -> None:
-        """End of the search: the smallest ranks for the tolerance; with a target, the largest that it allows."""
-        bonds, tol = self.subject.spectra(), self.config.round_tol
-        if self.config.target_ratio:
-            # What is nearly empty can be of use again, if it is trained.
-            least = min(EMPTY, tol) if self.epoch < self.total_epochs else tol
-            tol = self.subject.tolerance_for(self.config.target_ratio, least)
-        report = self.subject.round(tol)
+        """End of the search: the smallest ranks for the tolerance; with a target, those that lose least for it."""
+        config, bonds, tol = self.config, self.subject.spectra(), self.config.round_tol
+        if config.target_ratio and self.epoch < self.total_epochs:
+            tol = min(EMPTY, tol)  # what is nearly empty can be of use again, if it is trained
+        report = self.subject.round(tol, config.target_ratio)
+        self.change = max(self.change, report.change)
         self.search_ended = self.epoch
-        if self.epoch < self.config.epochs:
+        if self.epoch < config.epochs:
             self.progress.message(f"the target was reached after {self.epoch} epochs: the rest is fine-tuning")
-        elif tol > self.config.round_tol:
-            self.progress.message(f"rounded with a tolerance of {tol:.2g}, to be {self.subject.ratio:.4g}x smaller")
-        if self.subject.ratio < self.config.target_ratio:
-            self.progress.message(
-                f"the target of {self.config.target_ratio:g}x was missed: at the largest tolerance there is, nothing "
-                "more of these weights can go. Train longer, or with a larger prior.weight."
-            )
+        elif config.target_ratio and self.change > config.round_tol:
+            changed = f"no cut changed a weight by more than {100 * self.change:.2g} %"
+            self.progress.message(f"cut to be {self.subject.ratio:.4g}x smaller; {changed}")
         self.spectra = {
             "tol": tol,
+            "change": self.change if config.target_ratio else None,
             "layers": {
                 row.name: {
                     "bonds": bonds[row.name],
@@ -270,6 +263,7 @@ class Loop:
             "start_ratio": self.start_ratio,
             "arrived": self.arrived,
             "search_ended": self.search_ended,
+            "change": self.change,
             "spectra": self.spectra,
             "cut_earlier": self.cut_earlier,
         }
@@ -289,7 +283,7 @@ class Loop:
         self.epoch = self.saved = state["epoch"]
         self.seconds, self.rate = state["seconds"], state["rate"]
         self.start_ratio = state["start_ratio"]
-        self.arrived, self.search_ended = state["arrived"], state["search_ended"]
+        self.arrived, self.search_ended, self.change = state["arrived"], state["search_ended"], state["change"]
         self.spectra, self.cut_earlier = state["spectra"], state["cut_earlier"]
 
     def _diverged(self, epoch: int, step: int, what: str, rate: float) -> TrainingError:

@@ -14,6 +14,7 @@ from bayestrain.compact import CompactReport
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.infer import diagnose
 from bayestrain.posterior import Posterior, stacked_cores, stacked_log_lambdas
+from bayestrain.posterior.compaction import sized_particles
 from bayestrain.posterior.memory import Activations, held_bytes, optimizer_states, plan
 from bayestrain.posterior.ranks import unstack
 from bayestrain.prior import RankPrior
@@ -83,10 +84,17 @@ class ParticleSubject(Subject):
     def cut(self, tol: float) -> CompactReport:
         return self.posterior.compact_(tol, "contribution")
 
-    def round(self, tol: float) -> CompactReport:
-        if self.config.rule == "rounding":
+    def cut_to(self, ratio: float) -> CompactReport:
+        return self.posterior.compact_(parameters=self._parameters(ratio))
+
+    def round(self, tol: float, ratio: float) -> CompactReport:
+        if ratio:
+            self.own_ranks = self.posterior.rank_spread(parameters=self._parameters(ratio))
+        elif self.config.rule == "rounding":
             self.own_ranks = self.posterior.rank_spread(tol)
         report = self.posterior.compact_(tol, self.config.rule)
+        if ratio:
+            report = self.cut_to(ratio)
         self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
         return report
 
@@ -94,8 +102,11 @@ class ParticleSubject(Subject):
     def ratio(self) -> float:
         return dense_parameters(self.posterior.template) / self.posterior.parameters_each
 
-    def tolerance_for(self, ratio: float, least: float) -> float:
-        return self.posterior.tolerance_for(int(dense_parameters(self.posterior.template) / ratio), least)
+    def change_for(self, ratio: float) -> float:
+        return sized_particles(self.posterior, self._parameters(ratio)).change
+
+    def _parameters(self, ratio: float) -> int:
+        return int(dense_parameters(self.posterior.template) / ratio)
 
     def spectra(self) -> Spectra:
         """The particles' mean of every singular value, each particle's relative to its largest one."""

@@ -19,7 +19,7 @@ from bayestrain.forming import FormTogether
 from bayestrain.infer.method import load_optimizer, set_lr
 from bayestrain.prior import Prior, RankPrior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
-from bayestrain.target import dense_parameters, tolerance_for
+from bayestrain.target import dense_parameters, sized
 from bayestrain.train.arithmetic import channels_last, lowered, products, wants_channels_last
 from bayestrain.train.config import FitConfig, PriorConfig
 from bayestrain.train.schedule import steps_per_epoch
@@ -112,13 +112,20 @@ class Point(Subject):
         set_lr(self.optimizer, lr)
 
     def cut(self, tol: float) -> CompactReport:
-        report = compact_(self.model, tol, "contribution", self.optimizer)
+        return self._forgotten(compact_(self.model, tol, "contribution", self.optimizer))
+
+    def cut_to(self, ratio: float) -> CompactReport:
+        return self._forgotten(compact_(self.model, optimizer=self.optimizer, parameters=self._parameters(ratio)))
+
+    def _forgotten(self, report: CompactReport) -> CompactReport:
         if report.changed:
             self.capture.forget()
         return report
 
-    def round(self, tol: float) -> CompactReport:
+    def round(self, tol: float, ratio: float) -> CompactReport:
         report = compact_(self.model, tol, self.config.rule)
+        if ratio:
+            report = compact_(self.model, parameters=self._parameters(ratio))
         self._end_search()
         return report
 
@@ -133,8 +140,11 @@ class Point(Subject):
     def ratio(self) -> float:
         return dense_parameters(self.model) / count_parameters(self.model)
 
-    def tolerance_for(self, ratio: float, least: float) -> float:
-        return tolerance_for(self.model, int(dense_parameters(self.model) / ratio), least)
+    def change_for(self, ratio: float) -> float:
+        return sized(self.model, self._parameters(ratio)).change
+
+    def _parameters(self, ratio: float) -> int:
+        return int(dense_parameters(self.model) / ratio)
 
     def spectra(self) -> Spectra:
         return {

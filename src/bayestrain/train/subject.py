@@ -49,8 +49,15 @@ class Subject(ABC):
         """Cut ranks during training, keeping the optimiser's state."""
 
     @abstractmethod
-    def round(self, tol: float) -> CompactReport:
-        """End of the search: the smallest ranks for the tolerance, no prior on ranks from then on."""
+    def cut_to(self, ratio: float) -> CompactReport:
+        """Round during training, until the network is `ratio` times smaller than dense."""
+
+    @abstractmethod
+    def round(self, tol: float, ratio: float) -> CompactReport:
+        """End of the search: the smallest ranks for the tolerance, no prior on ranks from then on.
+
+        With a `ratio` other than 0 also `cut_to`, of which the report is then.
+        """
 
     @property
     @abstractmethod
@@ -58,8 +65,8 @@ class Subject(ABC):
         """How many times smaller than dense the network is."""
 
     @abstractmethod
-    def tolerance_for(self, ratio: float, least: float) -> float:
-        """The smallest tolerance, not below `least`, that makes the network `ratio` times smaller than dense."""
+    def change_for(self, ratio: float) -> float:
+        """By how much, relatively, `cut_to` would change a weight, at most."""
 
     def check_target(self, config: FitConfig) -> None:
         """Refuse at the beginning a target that cannot be reached at the end."""
@@ -74,7 +81,7 @@ class Subject(ABC):
                 "begin with a larger network."
             )
         try:
-            self.tolerance_for(config.target_ratio, 0.0)
+            self.change_for(config.target_ratio)
         except ConfigError as error:
             raise ConfigError(f"fit.target_ratio {config.target_ratio:g} is out of reach. {error}") from None
 

@@ -23,7 +23,7 @@ from bayestrain.report.tolerance import parameters_at, plateau, ranks_at, tolera
 from bayestrain.report.words import count, tolerance
 
 SMALLEST = 1e-7
-DASHED, DOTTED = (0, (3, 2)), (0, (1, 2))
+DASHED = (0, (3, 2))
 
 
 def spectrum_plots(run: Run) -> list[Plot]:
@@ -73,7 +73,8 @@ def _spectrum(spectra: Spectra, layer: Layer, index: int, by_lambda: bool) -> Pl
         all_axes[-1].set_xlabel("singular value number")
         figure.supylabel("value / largest", fontsize=9.5, color=LIGHT["muted"])
         svg = inline(figure, name, describe)
-    caption = f"Dashed: the cut at a tolerance of {tolerance(spectra.tol)}. What is grey was dropped"
+    cause = "for the size asked for" if spectra.change is not None else f"at a tolerance of {tolerance(spectra.tol)}"
+    caption = f"Dashed: the cut {cause}. What is grey was dropped"
     caption += ", most of it during training: shown with the size it had then." if early else "."
     if by_lambda:
         caption = "Before the cut. Dashed: the rank that the threshold on λ left; it does not look at these values."
@@ -122,9 +123,12 @@ def tolerance_plots(run: Run) -> list[Plot]:
     if spectra is None:
         return []
     if run.rule == "lambda":
-        return _instead(run, spectra)
+        return _instead(run, spectra, "the threshold on λ left", "Size if it had been rounded")
     layers = [layer for layer in run.tensor_layers if layer.name in spectra.bonds]
-    plots = _size_curve(run, spectra)
+    if spectra.change is None:
+        plots = _size_curve(run, spectra)
+    else:
+        plots = _instead(run, spectra, "the cut to a size left", "Size with one tolerance for all layers")
     if len(layers) > FEW_LAYERS:
         return [*plots, _tolerance_map(spectra, layers)]
     return plots + [_rank_curve(spectra, layer, k) for k, layer in enumerate(layers)]
@@ -141,30 +145,27 @@ def _size_curve(run: Run, spectra: Spectra) -> list[Plot]:
             axes.axvspan(*flat, facecolor=LIGHT["kept"], alpha=0.1, linewidth=0)
         _draw_sizes(axes, spectra, totals, describe)
         axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=DASHED)
-        if run.raised:
-            axes.axvline(run.raised[0], color=LIGHT["muted"], linewidth=1, linestyle=DOTTED)
         svg = inline(figure, "tolerance", describe)
     caption = f"Dashed: the tolerance used, {tolerance(spectra.tol)}. "
-    caption += f"Dotted: the one set, {tolerance(run.raised[0])}. " if run.raised else ""
     caption += f"Shaded: from {tolerance(flat[0])} to {tolerance(flat[1])} no rank changes." if flat else ""
     return [Plot("tolerance", "Size at another tolerance", caption, describe, svg)]
 
 
-def _instead(run: Run, spectra: Spectra) -> list[Plot]:
-    """What rounding would have left of a network that was cut by the threshold on lambda."""
+def _instead(run: Run, spectra: Spectra, left: str, title: str) -> list[Plot]:
+    """What rounding would have left of a network that was cut in another way, and what is `left`."""
     params = run.scores.params or 0
     totals = parameters_at(spectra, run.layers, params)
     if totals is None:
         return []
-    describe = f"{_in_words(spectra, totals)} The threshold on lambda left {count(params)}."
+    describe = f"{_in_words(spectra, totals)} Dashed: what {left.replace('λ', 'lambda')}, {count(params)}."
     with drawing(2.75) as (figure, (axes,)):
         _draw_sizes(axes, spectra, totals, describe)
         axes.set_ylim(min(totals.min(), params) / 2, max(totals.max(), params) * 2)
         log_counts(axes, "y")
         tip(axes.axhline(params, color=LIGHT["ink"], linewidth=1, linestyle=DASHED), f"left: {count(params)}")
         svg = inline(figure, "tolerance", describe)
-    caption = f"What rounding would have left, by its tolerance. Dashed: what the threshold on λ left, {count(params)}."
-    return [Plot("tolerance", "Size if it had been rounded", caption, describe, svg)]
+    caption = f"What rounding would have left, by its tolerance. Dashed: what {left}, {count(params)}."
+    return [Plot("tolerance", title, caption, describe, svg)]
 
 
 def _in_words(spectra: Spectra, totals: NDArray[np.float64]) -> str:
@@ -195,7 +196,8 @@ def _rank_curve(spectra: Spectra, layer: Layer, index: int) -> Plot:
         axes.set_xlim(tols[0], tols[-1])
         axes.set_ylim(0, ranks.max() * 1.06 + 0.2)
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=DASHED)
+        if spectra.change is None:
+            axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=DASHED)
         axes.set_xlabel("tolerance (relative error per layer)")
         axes.set_ylabel("rank")
         end_labels(axes, tols[-1], [(float(ranks[-1, b]), f"bond {b + 1}", series(b)) for b in range(ranks.shape[1])])
@@ -216,9 +218,11 @@ def _tolerance_map(spectra: Spectra, layers: list[Layer]) -> Plot:
         heat(axes, shares.clip(0, 1), edges, LIGHT["kept"])
         heat_key(axes, LIGHT["kept"], "0", "100 %")
         log_powers(axes, "x")
-        axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=DASHED)
+        if spectra.change is None:
+            axes.axvline(spectra.tol, color=LIGHT["ink"], linewidth=1, linestyle=DASHED)
         layer_ticks(axes, layers)
         axes.set_xlabel("tolerance (relative error per layer)")
         svg = inline(figure, "tolerance-map", describe)
-    return Plot("tolerance-map", "Ranks at another tolerance", "Sum of a layer’s ranks as a share of the maximum; "
-                "dashed: the tolerance used.", describe, svg)  # fmt: skip
+    caption = "Sum of a layer’s ranks as a share of the maximum"
+    caption += "; dashed: the tolerance used." if spectra.change is None else "."
+    return Plot("tolerance-map", "Ranks at another tolerance", caption, describe, svg)

@@ -223,6 +223,6 @@ def _lambda_panel(run: Run, records: Sequence[Epoch], layer: Layer, index: int) 
         caption = (
             "Blue: ranks kept at the end. Grey: ranks whose λ fell below the threshold; × where training cut them."
         )
-    elif run.raised:  # then not only the prior has cut
+    elif run.sized is not None:  # then not only the prior has cut
         caption = "Blue: as many ranks as were kept at the end. Grey: the others; × where training cut them."
     return Plot(name, f"λ of layer {layer.name}", caption, describe, svg)
