@@ -76,6 +76,8 @@ def _search(run: Run) -> list[Section]:
             cut = [spectra + tolerances]
     mean = " Of several particles the mean is shown." if run.posterior else ""
     falls = "A rank disappears when its λ falls: the slices of both cores it joins shrink to nothing together."
+    if run.sized is not None:
+        falls += " Others are cut for the size, and what they held is learned anew."
     return [
         Section("left", "What is left", _left_text(run), left),
         Section("way", "How it got there", falls + mean, way),

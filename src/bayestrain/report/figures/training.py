@@ -77,11 +77,10 @@ def size_plot(run: Run) -> list[Plot]:
         axes.set_ylabel("parameters (log scale)")
         finetune(axes, run.finetune_start)
         svg = inline(figure, "size", describe)
-    caption = (
-        "Ranks are cut as soon as they no longer matter, so training gets cheaper as it goes."
-        if early
-        else "No rank was cut before the end of the search."
-    )
+    cause = "as soon as they no longer matter" if run.sized is None else "until the network has the size asked for"
+    caption = f"Ranks are cut {cause}, so training gets cheaper as it goes."
+    if not early:
+        caption = "No rank was cut before the end of the search."
     return [Plot("size", "Size while training", caption, describe, svg)]
 
 
