@@ -56,7 +56,7 @@ def to_a_size(model: nn.Module, parameters: int) -> nn.Module:
 
 
 def batches(images: data.Images, normalize: Any) -> list[tuple[Tensor, Tensor]]:
-    return [(normalize(x), y) for x, y in images.batches(BATCH)]
+    return [(normalize(x), y) for x, y in images.batches(BATCH, shuffle=False)]
 
 
 @torch.no_grad()
