@@ -61,6 +61,8 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	  --kind tensorized --map 'runs/cifar10-cnn-tensorized-seed{seed}' --set posterior.start=jitter \
 	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=6
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label paper --seeds 0 1 2 --preset paper
+	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label paper-12 --seeds 0 1 --preset paper --set fit.epochs=12 \
+	  --set fit.precision=bf16
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x7 --seeds 0 1 2 3 --target-ratio 7.4
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x11 --seeds 0 1 --target-ratio 11
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x15 --seeds 2 3 --target-ratio 15 \

@@ -155,13 +155,29 @@ def test_a_cut_to_a_size_is_told(runs: dict[str, Path], name: str) -> None:
     path = write_report(runs[name])
     text = said(path)
     assert "The network was to be at least 150× smaller. That decided, not a gap in the spectrum" in text
-    assert f"no cut for the size changed a weight by more than {tolerance(run.sized)}." in text
+    mean = " (the mean over particles)" if name == "ratio-3" else ""
+    assert f"no cut for the size changed a weight by more than {tolerance(run.sized)}{mean}." in text
+    when = "at the end" if "No rank was cut before the end of the search" in text else "little by little"
+    assert f"in the spectrum: {when}, ranks went" in text
     assert f"The search ended after {run.finetune_start} epochs" in text
     assert f"({ratio(run.scores.ratio)} smaller; 150× was asked for)" in text
     assert f"cuts went on until the network was {ratio(run.scores.ratio)} smaller." in text
     assert f"Dashed: what the cut to a size left, {count(run.scores.params or 0)}." in text
     assert "tolerance used" not in text
     assert {"tolerance", "tolerance-1"} <= plots_of(path)
+
+
+def test_a_size_that_the_search_itself_reached_is_described(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(runs["ratio"], tmp_path / "run")
+    spectra = json.loads((folder / "spectra.json").read_text())
+    (folder / "spectra.json").write_text(json.dumps({**spectra, "change": 2e-3}))
+    run = load_run(folder)
+    assert run.reached
+    assert run.sized is None
+    text = said(write_report(folder))
+    assert f"smaller, as was asked for, after {run.finetune_start} epochs. The final cut was for just that size" in text
+    assert f"until the network was {ratio(run.scores.ratio)} smaller." in text
+    assert "no cut for the size" not in text
 
 
 def test_a_rounding_without_a_size_is_not_called_one(runs: dict[str, Path]) -> None:

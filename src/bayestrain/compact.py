@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
 from bayestrain.sizes import count_parameters, tt_layers
 from bayestrain.tables import text_table
-from bayestrain.target import sized, weight_share
+from bayestrain.target import check_finite, check_parameters, sized, weight_share
 
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
@@ -54,6 +54,16 @@ class CompactReport:
     def change(self) -> float:
         """The largest relative change of a layer's weight."""
         return max(layer.error for layer in self.layers)
+
+    def then(self, later: "CompactReport") -> "CompactReport":
+        """This and the one after it as one; of their changes of a weight the larger."""
+        rows = [
+            replace(after, ranks_before=row.ranks_before, parameters_before=row.parameters_before,
+                    error=max(row.error, after.error))
+            for row, after in zip(self.layers, later.layers, strict=True)
+        ]  # fmt: skip
+        notes = tuple(dict.fromkeys((*self.notes, *later.notes)))
+        return replace(later, layers=tuple(rows), parameters_before=self.parameters_before, notes=notes)
 
     def __str__(self) -> str:
         rows = [
@@ -103,7 +113,7 @@ def compact_(
     if not layers:
         raise ConfigError("The model has no tensor-train layer to compact. Call bayestrain.tensorize_(model) first.")
     for name, layer in layers.items():
-        _check_finite(name, layer)
+        check_finite(name, layer)
     with own_precision(next(iter(layers.values())).cores[0]):
         if parameters is None:
             plans = {name: _plan(name, layer, rule, tol) for name, layer in layers.items()}
@@ -118,7 +128,8 @@ def compact_(
     for name, layer in layers.items():
         ranks_before, parameters_before = layer.ranks, layer.parameters_left
         plans[name].apply(layer, optimizer)
-        layer.compacted = (rule, tol, _seen(layer, rule)) if parameters is None else None
+        if parameters is None:
+            layer.compacted = (rule, tol, _seen(layer, rule))
         rows.append(
             CompactedLayer(name, ranks_before, layer.ranks, parameters_before, layer.parameters_left, plans[name].error)
         )
@@ -136,12 +147,14 @@ def checked_tol(tol: float | None, rule: str, parameters: int | None) -> float:
     if rule not in RULES:
         raise ConfigError(f"rule must be one of {RULES}, got {rule!r}.")
     if parameters is not None:
+        check_parameters(parameters)
         if tol is not None or rule != "rounding":
             raise ConfigError(f"parameters= is instead of tol and for rule='rounding', got tol={tol}, rule={rule!r}.")
         return 0.0
     tol = DEFAULT_TOL if tol is None else tol
     if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
-        raise ConfigError(f"tol must lie in [0, 1), got {tol}.")
+        hint = f" If {tol} is how many parameters there may be, say parameters={tol}." if tol >= 1 else ""
+        raise ConfigError(f"tol must lie in [0, 1), got {tol}.{hint}")
     return tol
 
 
@@ -167,7 +180,7 @@ class _Plan:
             for parameter in parameters:
                 parameter.grad = None
                 if optimizer is not None:
-                    optimizer.state.pop(parameter, None)
+                    restart_state(optimizer, parameter)
             if state is not None:
                 for bond, core in enumerate(self.cores[1:], start=1):
                     state.set_log_lambda(bond, core.new_zeros(core.shape[0]))
@@ -197,12 +210,12 @@ class _Plan:
         return tensor.index_select(-1, self.keep[k]) if k < len(self.keep) else tensor
 
 
-def _check_finite(name: str, layer: TTLayer) -> None:
-    if not all(bool(torch.isfinite(core).all()) for core in layer.cores):
-        raise ConfigError(
-            f"Layer {name!r} has NaN or infinite weights and cannot be compacted. "
-            "Go back to a checkpoint from before training diverged."
-        )
+def restart_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+    """Forget what an optimiser knows of a parameter that has a new shape."""
+    known = optimizer.state.pop(parameter, {})
+    if isinstance(optimizer, torch.optim.SGD) and known.get("momentum_buffer") is not None:
+        # Fused SGD wants a buffer of all parameters or of none; one of zeros does what none does, without dampening.
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _plan_rounding(layer: TTLayer, tol: float, ranks: Sequence[int] | None = None) -> _Plan:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from bayestrain import tt
 from bayestrain.errors import ConfigError
 from bayestrain.layers import TTLayer
-from bayestrain.sizes import count_parameters, tt_layers
+from bayestrain.sizes import count_parameters, ranks, tt_layers
 
 
 @dataclass(frozen=True)
@@ -42,31 +43,54 @@ class SizedRanks:
 
 def ranks_for(model: nn.Module, parameters: int) -> dict[str, tuple[int, ...]]:
     """The ranks that ``compact_(model, parameters=..)`` would leave, as `ranks` has them. The model is not changed."""
+    check_parameters(parameters)
+    layers = tt_layers(model)
+    if not layers:
+        raise ConfigError("The model has no tensor-train layer. Call bayestrain.tensorize_(model) first.")
+    for name, layer in layers.items():
+        check_finite(name, layer)
     return sized(model, parameters).ranks
 
 
 def sized(model: nn.Module, parameters: int) -> SizedRanks:
     """Ranks with which the model has at most so many parameters, found in the spectra of its weights."""
+    if (size := count_parameters(model)) <= parameters:
+        return SizedRanks(ranks(model), 0.0)
     layers = {}
-    cores = 0
     for name, layer in tt_layers(model).items():
         exact = [core.detach().cpu().double() for core in layer.cores]
-        cores += sum(core.numel() for core in exact)
-        shares = [squares(values[None])[0] for values in tt.bond_spectra(exact)]
-        layers[name] = roundable(shares, exact, weight_share(layer, exact))
-    return cheapest_ranks(layers, count_parameters(model) - cores, parameters)
+        size -= sum(core.numel() for core in exact)
+        share = torch.tensor([weight_share(layer, exact)], dtype=torch.float64)
+        layers[name] = roundable([squares(values[None], share)[0] for values in tt.bond_spectra(exact)], exact)
+    return cheapest_ranks(layers, size, parameters)
 
 
-def roundable(shares: Iterable[Tensor], cores: Iterable[Tensor], weight: float) -> Roundable:
-    """A layer with these cores, whose weight has so much of its train's norm."""
-    sizes = [math.prod(core.shape[1:-1]) for core in cores]
-    return Roundable([(bond / max(weight, 1e-150) ** 2).tolist() for bond in shares], sizes)
+def check_parameters(parameters: int) -> None:
+    """Refuse what is no number of parameters."""
+    if isinstance(parameters, bool) or not isinstance(parameters, Integral) or parameters < 1:
+        raise ConfigError(f"parameters must be an integer of at least 1, got {parameters!r}.")
 
 
-def squares(values: Tensor) -> Tensor:
-    """``(n, R)`` singular values to their squares, relative to the sum of these."""
+def check_finite(name: str, layer: TTLayer) -> None:
+    """Refuse a layer whose weight is broken."""
+    if not all(bool(torch.isfinite(core).all()) for core in layer.cores):
+        raise ConfigError(
+            f"Layer {name!r} has NaN or infinite weights and cannot be compacted. "
+            "Go back to a checkpoint from before training diverged."
+        )
+
+
+def roundable(shares: Iterable[Tensor], cores: Iterable[Tensor]) -> Roundable:
+    """A layer with these cores; a share that is rounding noise, which `tt.round_cores` keeps no rank for, is none."""
+    least = (10 * torch.finfo(torch.float64).eps) ** 2
+    found = [bond[: max(int((bond > least * len(bond) ** 2 * bond[0]).sum()), 1)].tolist() for bond in shares]
+    return Roundable(found, [math.prod(core.shape[1:-1]) for core in cores])
+
+
+def squares(values: Tensor, shares: Tensor) -> Tensor:
+    """``(n, R)`` singular values to their squares, relative to that of the weight, whose norm is a share of theirs."""
     energy = values.square()
-    return energy / energy.sum(1, keepdim=True).clamp_min(1e-300)
+    return energy / energy.sum(1, keepdim=True).clamp_min(1e-300) / shares[:, None].clamp_min(1e-150).square()
 
 
 def weight_share(layer: TTLayer, cores: Sequence[Tensor]) -> float:
@@ -94,8 +118,8 @@ def cheapest_ranks(layers: Mapping[str, Roundable], others: int, parameters: int
     def price(name: str, bond: int, index: int) -> float:
         """What an index is of its weight, against the root of what it takes.
 
-        By all that it takes, the sum over the layers of their squared changes would be the smallest. But that hits
-        wide layers hard, and what a layer loses does more harm the more it has lost.
+        By all that it takes, the sum over the layers of their squared changes would be about the smallest. But that
+        hits wide layers hard, and what a layer loses does more harm the more it has lost.
         """
         return layers[name].shares[bond - 1][index] / math.sqrt(freed(name, bond))
 

@@ -18,6 +18,7 @@ from bayestrain.compact import (
     cut_before,
     fingerprint,
     relative_error,
+    restart_state,
     vanished,
     vanished_note,
 )
@@ -70,7 +71,8 @@ def compact_particles(
         cut = cuts[name]
         if cut is not None:
             _apply(model, name, layer, cut, optimizer)
-        layer.compacted = (rule, tol, _seen(model, name, layer, rule)) if parameters is None else None
+        if parameters is None:
+            layer.compacted = (rule, tol, _seen(model, name, layer, rule))
         error = 0.0 if cut is None else errors[name]
         rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
     collapsed = [collapse(name, bond, tol) for name, cut in cuts.items() if cut is not None for bond in cut.collapsed]
@@ -119,16 +121,22 @@ def sized_particles(model: ParticleModel, parameters: int) -> SizedRanks:
 
 
 def _squares(model: ParticleModel) -> dict[str, list[Tensor]]:
-    layers = tt_layers(model.template)
-    return {name: each_squares(stacked_cores(model, name, layer)) for name, layer in layers.items()}
+    """Per layer and bond ``(n, R)``: the squares of each particle's singular values, relative to its weight."""
+    found = {}
+    for name, layer in tt_layers(model.template).items():
+        cores = stacked_cores(model, name, layer)
+        shares = torch.tensor([weight_share(layer, own) for own in unstack(cores)], dtype=torch.float64)
+        found[name] = each_squares(cores, shares)
+    return found
 
 
 def _sized(model: ParticleModel, squares: Mapping[str, Sequence[Tensor]], parameters: int) -> SizedRanks:
-    layers, others = {}, model.parameters_each
-    for name, layer in tt_layers(model.template).items():
-        others -= sum(core.numel() for core in layer.cores)
-        layers[name] = roundable(squares[name], layer.cores, _inner_tol(model, name, layer, 1.0))
-    return cheapest_ranks(layers, others, parameters)
+    layers, size = tt_layers(model.template), model.parameters_each
+    if size <= parameters:
+        return SizedRanks({name: layer.ranks for name, layer in layers.items()}, 0.0)
+    size -= sum(core.numel() for layer in layers.values() for core in layer.cores)
+    seen = {name: roundable(squares[name], layer.cores) for name, layer in layers.items()}
+    return cheapest_ranks(seen, size, parameters)
 
 
 def stacked_cores(model: ParticleModel, name: str, layer: TTLayer) -> list[Tensor]:
@@ -217,7 +225,7 @@ def _apply(
         if optimizer is None:
             continue
         if cut.keep is None:
-            optimizer.state.pop(tensor, None)
+            restart_state(optimizer, tensor)
             continue
         own = optimizer.state.get(tensor, {})
         if any(isinstance(value, Tensor) and value.ndim and value.shape != old_shape for value in own.values()):

@@ -27,7 +27,7 @@ class SharedCut:
 def by_rounding(cores: Sequence[Tensor], tol: float) -> SharedCut:
     """The smallest ranks for which the particles' errors, relative to each one's norm, have a mean square of tol^2."""
     share = tol / max(len(cores) - 1, 1) ** 0.5
-    mean = [bond.mean(0) for bond in each_squares(cores)]
+    mean = [bond.mean(0) for bond in each_squares(cores, torch.ones(len(cores[0])))]
     return to_ranks(cores, [_smallest(tail, share) for tail in _tails(mean)])
 
 
@@ -76,7 +76,7 @@ def by_lambda(cores: Sequence[Tensor], log_lambdas: Sequence[Tensor], threshold:
 def own_ranks(cores: Sequence[Tensor], tol: float) -> list[list[int]]:
     """Per bond, the rank that each particle alone would be rounded to."""
     share = tol / max(len(cores) - 1, 1) ** 0.5
-    return [[_smallest(row, share) for row in tail] for tail in _tails(each_squares(cores))]
+    return [[_smallest(row, share) for row in tail] for tail in _tails(each_squares(cores, torch.ones(len(cores[0]))))]
 
 
 def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
@@ -89,10 +89,13 @@ def take(tensor: Tensor, keep: Sequence[Tensor], core: int) -> Tensor:
     return tensor
 
 
-def each_squares(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Per bond ``(n, R)``: the squares of each particle's singular values, relative to its norm, largest first."""
+def each_squares(cores: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
+    """Per bond ``(n, R)``: the squares of each particle's singular values, relative to its weight, largest first.
+
+    `shares` has the norm of every particle's weight relative to that of its train.
+    """
     spectra = [tt.bond_spectra(particle) for particle in unstack(cores)]
-    return [squares(torch.stack(bond)) for bond in zip(*spectra, strict=True)]
+    return [squares(torch.stack(bond), shares) for bond in zip(*spectra, strict=True)]
 
 
 def _tails(bonds: Sequence[Tensor]) -> list[Tensor]:

@@ -59,7 +59,7 @@ class Spectra:
 
     `tol` is the tolerance of the rounding; of a run whose `rule` is "lambda" it is the threshold on lambda. `earlier`
     are those that training cut on the way, relative to the largest of the bond at that moment. `change` is
-    the most that a cut changed of a weight, where the size that was asked for decided; else None.
+    the most that a cut changed of a weight, where a size was asked for; else None.
     """
 
     tol: float
@@ -279,8 +279,14 @@ class Run:
 
     @property
     def sized(self) -> float | None:
-        """The most that a cut changed of a weight, where the size that was asked for decided; else None."""
-        return self.spectra.change if self.spectra is not None else None
+        """The most that a cut changed of a weight, if the size that was asked for took more than a rounding would."""
+        change = self.spectra.change if self.spectra is not None else None
+        return change if change is not None and change > (self.round_tol or 0.0) else None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the search itself reached the size that was asked for."""
+        return self.spectra is not None and self.spectra.change is not None and self.sized is None
 
     @property
     def path(self) -> tuple[Epoch, ...]:

@@ -92,6 +92,8 @@ def _left_text(run: Run) -> str:
         return f"{text}, and the paper’s threshold on λ decided what is left."
     if run.sized is not None:
         return f"{text}, and cuts went on until the network was {words.ratio(run.scores.ratio)} smaller."
+    if run.reached:
+        return f"{text}, until the network was {words.ratio(run.scores.ratio)} smaller."
     return f"{text}."
 
 
@@ -107,10 +109,19 @@ def _cut_text(run: Run) -> str:
         )
     if run.sized is not None:
         end = f"ended after {run.finetune_start} epochs" if run.finetune_start else "went on to the end"
+        on_the_way = any(bond for bonds in run.spectra.earlier.values() for bond in bonds) if run.spectra else False
         return (
             f"The network was to be at least {words.ratio(run.target_ratio)} smaller. That decided, not a gap in the "
-            "spectrum: little by little, ranks went where the weights change least by it, in whatever layer. "
-            f"The search {end}; no cut for the size changed a weight by more than {words.tolerance(run.sized)}."
+            f"spectrum: {'little by little' if on_the_way else 'at the end'}, ranks went where the weights change "
+            f"least by it, in whatever layer. The search {end}; no cut for the size changed a weight by more than "
+            f"{words.tolerance(run.sized)}{' (the mean over particles)' if run.posterior else ''}."
+        )
+    if run.reached:
+        when = f", after {run.finetune_start} epochs" if run.finetune_start else ""
+        return (
+            f"The search ended when it could make the network {words.ratio(run.target_ratio)} smaller, as was asked "
+            f"for{when}. The final cut was for just that size: what the prior had all but emptied stayed, where there "
+            "was room for it."
         )
     return (
         "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not the "

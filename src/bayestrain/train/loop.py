@@ -173,6 +173,7 @@ class Loop:
             if self.subject.ratio < wanted:  # more than what is empty has to go, little by little
                 report = self.subject.cut_to(wanted)
                 self.change = max(self.change, report.change)
+                self.arrived = wanted >= config.target_ratio
         for row in report.layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
@@ -184,13 +185,14 @@ class Loop:
         if config.target_ratio and self.epoch < self.total_epochs:
             tol = min(EMPTY, tol)  # what is nearly empty can be of use again, if it is trained
         report = self.subject.round(tol, config.target_ratio)
-        self.change = max(self.change, report.change)
         self.search_ended = self.epoch
         if self.epoch < config.epochs:
             self.progress.message(f"the target was reached after {self.epoch} epochs: the rest is fine-tuning")
-        elif config.target_ratio and self.change > config.round_tol:
-            changed = f"no cut changed a weight by more than {100 * self.change:.2g} %"
-            self.progress.message(f"cut to be {self.subject.ratio:.4g}x smaller; {changed}")
+        if config.target_ratio:
+            self.change = max(self.change, report.change)
+            if self.change > config.round_tol:
+                changed = f"no cut for that changed a weight by more than {100 * self.change:.2g} %"
+                self.progress.message(f"cut to be {self.subject.ratio:.4g}x smaller: {changed}")
         self.spectra = {
             "tol": tol,
             "change": self.change if config.target_ratio else None,

@@ -88,13 +88,13 @@ class ParticleSubject(Subject):
         return self.posterior.compact_(parameters=self._parameters(ratio))
 
     def round(self, tol: float, ratio: float) -> CompactReport:
-        if ratio:
+        if self.ratio < ratio:  # else all have been cut to one size on the way, and have no ranks of their own
             self.own_ranks = self.posterior.rank_spread(parameters=self._parameters(ratio))
-        elif self.config.rule == "rounding":
+        elif self.config.rule == "rounding" and not ratio:
             self.own_ranks = self.posterior.rank_spread(tol)
         report = self.posterior.compact_(tol, self.config.rule)
         if ratio:
-            report = self.cut_to(ratio)
+            report = report.then(self.cut_to(ratio))
         self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
         return report
 

@@ -125,7 +125,7 @@ class Point(Subject):
     def round(self, tol: float, ratio: float) -> CompactReport:
         report = compact_(self.model, tol, self.config.rule)
         if ratio:
-            report = compact_(self.model, parameters=self._parameters(ratio))
+            report = report.then(compact_(self.model, parameters=self._parameters(ratio)))
         self._end_search()
         return report
 

@@ -56,7 +56,7 @@ class Subject(ABC):
     def round(self, tol: float, ratio: float) -> CompactReport:
         """End of the search: the smallest ranks for the tolerance, no prior on ranks from then on.
 
-        With a `ratio` other than 0 also `cut_to`, of which the report is then.
+        With a `ratio` other than 0, `cut_to` as well.
         """
 
     @property
