@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bayestrain.report.paper import PAPER
+from bayestrain.train import toml
 
 ROOT = Path(__file__).parents[1]
 README, METHOD, POSTERIOR, EXPERIMENTS = (
@@ -176,13 +177,23 @@ def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
     deep_before, deep_after = (
         f"{100 * deep[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy")
     )
-    assert f"{deep_before} on held-out images, and {deep_after} after the cut." in text
+    each = " and ".join(f"{100 * value:.1f}" for value in deep["validation_accuracy"]["each"])
+    assert f"{deep_before} on held-out images, and {deep_after} after the cut ({each} %;" in text
+    short = toml.load(ROOT / "results" / "cifar10-resnet110" / "paper-12" / "seed-0" / "config.toml").fit.epochs
+    assert f"ResNet-110 had {short} of its {toml.named('cifar10-resnet110', 'paper').fit.epochs} epochs" in text
+
     method = text_of(METHOD)
     assert f"right on {learned} of the held-out images" in method
     assert f"a network that guesses ({left}; means of three seeds)" in method
     for seed in range(3):
         kept = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / f"seed-{seed}" / "result.json").read_text())
         assert all(chain[3] == 1 for name, chain in kept["ranks"].items() if name.startswith("conv"))
+
+
+def test_the_presets_have_the_epochs_that_the_table_tells_short_runs_by() -> None:
+    assert {name: row.epochs for name, row in PAPER.items()} == {
+        name: toml.named(name, "paper").fit.epochs for name in PAPER
+    }
 
 
 def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:

@@ -263,6 +263,30 @@ def test_broken_weights_are_named() -> None:
             call(model, parameters=900)
 
 
+def test_two_reports_are_told_as_one() -> None:
+    model = network()
+    before = bt.ranks(model)
+    first, second = bt.compact_(model, 0.2), bt.compact_(model, parameters=with_every_rank_at_one(model))
+    both = first.then(second)
+    assert {row.name: row.ranks_before for row in both.layers} == before
+    assert {row.name: row.ranks for row in both.layers} == bt.ranks(model)
+    assert (both.parameters_before, both.parameters) == (first.parameters_before, second.parameters)
+    assert both.change == max(first.change, second.change) > 0
+    assert set(both.notes) == {*first.notes, *second.notes} != set()
+
+
+def test_particles_with_fused_sgd_go_on_after_a_cut_to_a_size() -> None:
+    def make(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named, lr=1e-3, momentum=0.9, fused=True)
+
+    posterior = bt.Posterior([network(seed=seed) for seed in range(2)], num_data=16, optimizer=make)
+    x, y = torch.randn(16, 60), torch.randint(0, 12, (16,))
+    for size in (10**6, 900, 700):
+        posterior.compact_(parameters=size)
+        posterior.step(x, y)
+    assert posterior.parameters_each <= 700
+
+
 OPTIMIZERS = [
     torch.optim.Adam,
     partial(torch.optim.Adam, fused=True),

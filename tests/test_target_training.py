@@ -56,6 +56,7 @@ def test_training_ends_at_the_ratio_it_was_given(particles: int, every: int) -> 
         size = bt.count_parameters(model)
     assert 0.7 * dense / 40 < size <= dense / 40  # an index of the first layer has 392 parameters
     assert result.spectra["change"] > 1e-3
+    assert not any("no rank moved" in text for text in heard)
     assert any(
         f"cut to be {dense / size:.4g}x smaller: no cut for that changed a weight by more" in text for text in heard
     )
@@ -75,6 +76,8 @@ def test_the_ratio_on_the_way_rises_by_the_same_factor() -> None:
     assert rising[1] / rising[0] == pytest.approx(rising[2] / rising[1])
     assert rising[1] / rising[0] > 1
     assert [wanted_ratio(config, epoch, 4.0) for epoch in (17.6, 22)] == pytest.approx([64.0, 64.0])
+    starts = [1 + k / 7 for k in range(200)]
+    assert {wanted_ratio(config, 20, start) for start in starts} == {64.0}  # not a rounding error less
 
 
 def test_ranks_fall_little_by_little_towards_a_target() -> None:

@@ -137,7 +137,7 @@ def compact_(
     norms = {name: [float(tt.norm([core.double() for core in layer.cores]))] for name, layer in layers.items()}
     gone = {name: vanished_note(name) for name in vanished(model, norms)}
     steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
-    found = advice(rows, rule, cut_before(layers), gone, steps, sized=parameters is not None)
+    found = advice(rows, rule, cut_before(layers), gone, steps, to_size=parameters is not None)
     notes = (*collapsed, *gone.values(), *found)
     return CompactReport(rule, tol, tuple(rows), before, count_parameters(model), notes)
 
@@ -361,20 +361,20 @@ def vanished_note(name: str, where: str = "") -> str:
 
 def advice(
     rows: Sequence[CompactedLayer], rule: str, earlier: bool, gone: Container[str] = (), steps: str = "",
-    *, sized: bool = False,
+    *, to_size: bool = False,
 ) -> list[str]:  # fmt: skip
     """What to try where ranks did not move, though none fell `earlier`, or fell to 1; `steps` to check come first.
 
     Of layers that are `gone`, the weight of the prior is not to rise, and their ranks are no matter. Where a cut is
-    `sized`, to a number of parameters, ranks that did not move were small enough.
+    `to_size`, ranks that did not move were small enough.
     """
     notes = []
-    moved = earlier or sized or any(row.ranks != row.ranks_before for row in rows)
+    moved = earlier or to_size or any(row.ranks != row.ranks_before for row in rows)
     if not moved and any(max(row.ranks) > 1 for row in rows):
         weight = "" if any(row.name in gone for row in rows) else " or with a larger prior weight"
         notes.append(f"no rank moved. Train longer{weight}, {steps}or raise tol.")
     if rule != "lambda":
-        remedy = "allow more parameters" if sized else "lower the prior weight"
+        remedy = "allow more parameters" if to_size else "lower the prior weight"
         notes += [
             f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}."
             for row in rows

@@ -77,7 +77,7 @@ def compact_particles(
         rows.append(CompactedLayer(name, ranks_before, layer.ranks, size_before, layer.parameters_left, error))
     collapsed = [collapse(name, bond, tol) for name, cut in cuts.items() if cut is not None for bond in cut.collapsed]
     gone = _vanished(model, layers)
-    found = advice(rows, rule, cut_before(layers), gone, sized=parameters is not None)
+    found = advice(rows, rule, cut_before(layers), gone, to_size=parameters is not None)
     notes = (*collapsed, *gone.values(), *found)
     return CompactReport(rule, tol, tuple(rows), before, model.parameters_each, notes)
 
@@ -116,6 +116,8 @@ def rank_spread_of_size(model: ParticleModel, parameters: int) -> dict[str, list
 
 def sized_particles(model: ParticleModel, parameters: int) -> SizedRanks:
     """One set of ranks with which every particle has at most so many parameters."""
+    if model.parameters_each <= parameters:
+        return SizedRanks({name: layer.ranks for name, layer in tt_layers(model.template).items()}, 0.0)
     mean = {name: [bond.mean(0) for bond in bonds] for name, bonds in _squares(model).items()}
     return _sized(model, mean, parameters)
 
@@ -131,10 +133,8 @@ def _squares(model: ParticleModel) -> dict[str, list[Tensor]]:
 
 
 def _sized(model: ParticleModel, squares: Mapping[str, Sequence[Tensor]], parameters: int) -> SizedRanks:
-    layers, size = tt_layers(model.template), model.parameters_each
-    if size <= parameters:
-        return SizedRanks({name: layer.ranks for name, layer in layers.items()}, 0.0)
-    size -= sum(core.numel() for layer in layers.values() for core in layer.cores)
+    layers = tt_layers(model.template)
+    size = model.parameters_each - sum(core.numel() for layer in layers.values() for core in layer.cores)
     seen = {name: roundable(squares[name], layer.cores) for name, layer in layers.items()}
     return cheapest_ranks(seen, size, parameters)
 

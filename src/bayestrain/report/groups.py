@@ -49,6 +49,13 @@ class Settings:
             return "MAP"
         return f"{words.method(self.method)}, {self.particles} particles" + " around MAP" * (self.start == "jitter")
 
+    def shortened(self, experiment: str) -> str:
+        """ "12 of 200", if it had fewer epochs than the preset `paper` that it is of has; else ""."""
+        paper = PAPER.get(experiment)
+        if self.preset != "paper" or paper is None or self.epochs is None or self.epochs >= paper.epochs:
+            return ""
+        return f"{self.epochs} of {paper.epochs}"
+
 
 @dataclass(frozen=True)
 class Group:

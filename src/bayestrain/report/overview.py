@@ -44,7 +44,8 @@ were printed beside those of the split, and seen.
   mean of the particles' own log likelihoods, which is what the paper's figure appears to be.
 - *training*: of a run, and where. Several may have shared the machine, or waited while others ran, so times are no
   benchmark. *epochs*: passes over the training images, fine-tuning included; "after" those of the run that a network
-  went on from, which are not in its time. Of a posterior also its iterations, one per batch.
+  went on from, which are not in its time; "of" those that the preset has, where a run had fewer. Of a posterior also
+  its iterations, one per batch.
 - A dash is what we do not know or what does not apply.
 """
 
@@ -79,7 +80,7 @@ def overview(experiments: Sequence[Experiment], pictures: dict[str, list[Figure]
 def _section(experiment: Experiment, pictures: Sequence[Figure], beside: Path) -> str:
     paper = PAPER.get(experiment.name)
     lines = _paper_lines(paper) if paper else []
-    lines += [Line(group.settings.kind, _cells(group, beside)) for group in experiment.groups]
+    lines += [Line(group.settings.kind, _cells(experiment.name, group, beside)) for group in experiment.groups]
     lines.sort(key=lambda line: list(KINDS).index(line.kind))  # stable: the paper's line first
     texts = [f"## {experiment.name}", _table(lines)]
     if paper and paper.note:
@@ -126,7 +127,7 @@ def _paper_lines(paper: PaperRow) -> list[Line]:
     ]
 
 
-def _cells(group: Group, beside: Path) -> dict[str, str]:
+def _cells(experiment: str, group: Group, beside: Path) -> dict[str, str]:
     settings = group.settings
     folder, home = group.folder.resolve(), beside.resolve()
     where = folder.relative_to(home).as_posix() if folder.is_relative_to(home) else ""
@@ -134,6 +135,7 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
     seconds = _spread(group, lambda run: run.scores.seconds, lambda value: f"{value:,.0f}", f"{SPACE}s")
     earlier = f", after {settings.earlier_epochs}" if settings.earlier_epochs else ""
     iterations = f" ({settings.iterations:,} iterations)" if settings.iterations else ""
+    epochs = settings.shortened(experiment) or settings.epochs
     cells = {
         "model": KINDS[settings.kind],
         "run": f"[{group.label}]({where})" if where else group.label,
@@ -145,7 +147,7 @@ def _cells(group: Group, beside: Path) -> dict[str, str]:
         "accuracy": _spread(group, lambda run: run.scores.accuracy, lambda value: f"{100 * value:.2f}", f"{SPACE}%"),
         "log likelihood": _spread(group, lambda run: run.scores.log_likelihood, likelihood),
         "training": f"{seconds}, {devices}" if devices else seconds,
-        "epochs": f"{settings.epochs}{earlier}{iterations}" if settings.epochs else NONE,
+        "epochs": f"{epochs}{earlier}{iterations}" if epochs else NONE,
         "seeds": str(len(group.runs)),
     }
     if settings.target_ratio:
@@ -175,12 +177,18 @@ def _number(value: float | None) -> str:
 def _cut_too_far(experiment: Experiment) -> str:
     """The groups that were good until their ranks were cut."""
     lines = [
-        f"`{group.label}` from {words.percent(group.cut[0], 1)} to {words.percent(group.cut[1], 1)}"
+        f"`{group.label}`{_part(experiment, group)} from {words.percent(group.cut[0], 1)} to "
+        f"{words.percent(group.cut[1], 1)}"
         for group in experiment.groups
         if group.cut and group.cut[0] - group.cut[1] > LOSS
     ]
     said = "Lost when the ranks were cut, in accuracy on held-out images"
     return f"{said}: {', '.join(lines)}.".replace(" %", f"{SPACE}%") if lines else ""
+
+
+def _part(experiment: Experiment, group: Group) -> str:
+    part = group.settings.shortened(experiment.name)
+    return f" (after {part} epochs)" if part else ""
 
 
 def _evaluated_again(experiment: Experiment) -> str:

@@ -227,7 +227,7 @@ class Run:
     rule: str
     """How the final ranks were found: by "rounding", or by the paper's threshold on "lambda"."""
     round_tol: float | None
-    """The tolerance that was set; `Spectra.tol` is the one used, a finer one where a ratio was asked for."""
+    """The tolerance set; `Spectra.tol` is the one used: finer if a ratio was asked for and epochs were left."""
     target_ratio: float | None
     """How many times smaller it had to be, if that was asked for."""
     seed: int | None

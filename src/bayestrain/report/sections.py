@@ -114,15 +114,15 @@ def _cut_text(run: Run) -> str:
             f"The network was to be at least {words.ratio(run.target_ratio)} smaller. That decided, not a gap in the "
             f"spectrum: {'little by little' if on_the_way else 'at the end'}, ranks went where the weights change "
             f"least by it, in whatever layer. The search {end}; no cut for the size changed a weight by more than "
-            f"{words.tolerance(run.sized)}{' (the mean over particles)' if run.posterior else ''}."
+            f"{words.tolerance(run.sized)}{' (root mean square over particles)' if run.posterior else ''}."
         )
     if run.reached:
-        when = f", after {run.finetune_start} epochs" if run.finetune_start else ""
-        return (
-            f"The search ended when it could make the network {words.ratio(run.target_ratio)} smaller, as was asked "
-            f"for{when}. The final cut was for just that size: what the prior had all but emptied stayed, where there "
-            "was room for it."
-        )
+        when = f" by epoch {run.finetune_start}" if run.finetune_start else ""
+        text = f"The network was to be at least {words.ratio(run.target_ratio)} smaller, and what the prior had emptied"
+        text += f"{when} was enough for that."
+        if run.spectra and run.round_tol and run.spectra.tol < run.round_tol:
+            text += " The last cut was for just that size: what was all but empty stayed, where there was room for it."
+        return text
     return (
         "The final rounding sees only the weights. A gap in the spectrum means that the training decided, not the "
         "tolerance."

@@ -54,7 +54,9 @@ def _figures(experiment: Experiment) -> Drawn:
             figures.append((Figure(f"{kind}-{name}", f"{title}, {name}", caption), sheet(plots)))
 
     if groups:
-        add("front", "Test accuracy against parameters", _front_caption(groups), [front_plot(name, groups, paper)])
+        add(
+            "front", "Test accuracy against parameters", _front_caption(name, groups), [front_plot(name, groups, paper)]
+        )
     if shown := typical(groups):
         run, who = shown.median, f"`{shown.label}`, seed {shown.median.seed}"
         published = "; diamonds are the paper’s" if paper and paper.ranks else ""
@@ -94,10 +96,12 @@ def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
     return max(kept, key=lambda pair: (order.index(pair[0].settings.kind), pair[0].settings.particles), default=None)
 
 
-def _front_caption(groups: Sequence[Group]) -> str:
+def _front_caption(name: str, groups: Sequence[Group]) -> str:
     text = "Mean and standard deviation over seeds; numbers are how many times smaller than dense a network is"
     if any(group.settings.preset == "paper" for group in groups):
         text += ", hollow marks are of the preset `paper`"
     begun = ", ".join(f"`{group.label}`" for group in groups if group.settings.earlier_epochs)
     more = f" More epochs than the others, for they went on from larger networks: {begun}." if begun else ""
-    return f"{text}.{more}"
+    short = [f"`{group.label}` ({part})" for group in groups if (part := group.settings.shortened(name))]
+    fewer = f" Fewer epochs than the preset has: {', '.join(short)}." if short else ""
+    return f"{text}.{more}{fewer}"

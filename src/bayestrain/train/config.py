@@ -145,8 +145,8 @@ class FitConfig(Section):
         "how the final ranks are found: rounding, or the paper's threshold on lambda", "rounding", choices=RULES
     )
     round_tol: float = setting(
-        "relative change of a layer that the final rounding may make, if no size is asked for; the threshold of rule "
-        "lambda",
+        "relative change of a layer that the final rounding may make, if no size is asked for or no epoch is left; "
+        "the threshold of rule lambda",
         1e-2,
         at_least=0,
         below=1,

@@ -84,7 +84,7 @@ class Loop:
         self.saved: int | None = None
         """The epoch of the last checkpoint."""
         self.arrived = False
-        """Whether the next cut would bring the network to its target: then the search is over."""
+        """Whether the network is at its target, or a cut away that changes little: then the search is over."""
         self.search_ended: int | None = None
         self.change = 0.0
         """The largest relative change of a weight that a cut for the target has made."""
@@ -173,7 +173,7 @@ class Loop:
             if self.subject.ratio < wanted:  # more than what is empty has to go, little by little
                 report = self.subject.cut_to(wanted)
                 self.change = max(self.change, report.change)
-                self.arrived = wanted >= config.target_ratio
+            self.arrived = self.subject.ratio >= config.target_ratio
         for row in report.layers:
             earlier = self.cut_earlier.setdefault(row.name, [[] for _ in bonds[row.name]])
             for known, values, rank in zip(earlier, bonds[row.name], row.ranks[1:-1], strict=True):
@@ -192,7 +192,8 @@ class Loop:
             self.change = max(self.change, report.change)
             if self.change > config.round_tol:
                 changed = f"no cut for that changed a weight by more than {100 * self.change:.2g} %"
-                self.progress.message(f"cut to be {self.subject.ratio:.4g}x smaller: {changed}")
+                whose = ", the root mean square over particles" if isinstance(self.subject, ParticleSubject) else ""
+                self.progress.message(f"cut to be {self.subject.ratio:.4g}x smaller: {changed}{whose}")
         self.spectra = {
             "tol": tol,
             "change": self.change if config.target_ratio else None,

@@ -92,9 +92,10 @@ class ParticleSubject(Subject):
             self.own_ranks = self.posterior.rank_spread(parameters=self._parameters(ratio))
         elif self.config.rule == "rounding" and not ratio:
             self.own_ranks = self.posterior.rank_spread(tol)
+        first = self.cut_to(ratio) if ratio else None
         report = self.posterior.compact_(tol, self.config.rule)
-        if ratio:
-            report = report.then(self.cut_to(ratio))
+        if first is not None:
+            report = first.then(report)
         self.posterior.fix_ranks_(self.prior_config.other_variance, self.prior_config.weight)
         return report
 

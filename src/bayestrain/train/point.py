@@ -123,9 +123,10 @@ class Point(Subject):
         return report
 
     def round(self, tol: float, ratio: float) -> CompactReport:
+        first = compact_(self.model, parameters=self._parameters(ratio)) if ratio else None
         report = compact_(self.model, tol, self.config.rule)
-        if ratio:
-            report = report.then(compact_(self.model, parameters=self._parameters(ratio)))
+        if first is not None:
+            report = first.then(report)
         self._end_search()
         return report
 

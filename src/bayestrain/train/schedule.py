@@ -40,7 +40,7 @@ def wanted_ratio(config: FitConfig, epoch: float, start: float) -> float:
     """
     last = ARRIVED * config.epochs
     done = min(max((epoch - config.compact_from) / max(last - config.compact_from, 1.0), 0.0), 1.0)
-    return float(start * (config.target_ratio / start) ** done)
+    return float(start * (config.target_ratio / start) ** done) if done < 1 else config.target_ratio
 
 
 def _cosine(done: float) -> float:
