@@ -129,6 +129,21 @@ def test_what_a_cut_of_ranks_cost_is_said_where_it_is_much(tmp_path: Path) -> No
     assert "Lost when" not in plain(write_table(tmp_path / "other"))
 
 
+def test_a_run_shorter_than_its_preset_is_told(tmp_path: Path) -> None:
+    """The committed seed has 95 epochs; the preset of the paper has 100, and our own any number."""
+    cut = {"searched_accuracy": {"mean": 0.9}, "validation_accuracy": {"mean": 0.4}}
+    group(tmp_path, "short", [{"preset": "paper"}], summarised=cut)
+    group(tmp_path, "long", [{"preset": "paper"}], settings={"\nepochs = 80": "\nepochs = 85"})
+    group(tmp_path, "ours", [{}])
+    text = plain(write_table(tmp_path))
+    found = {row["run"].split("]")[0].strip("["): row["epochs"] for row in rows(text)}
+    assert {name: found[name] for name in ("short", "long", "ours")} == {
+        "short": "95 of 100", "long": "100", "ours": "95",
+    }  # fmt: skip
+    assert "`short` (after 95 of 100 epochs) from 90.0 % to 40.0 %" in text
+    assert "Fewer epochs than the preset has: `short` (95 of 100).*" in text
+
+
 def test_another_experiment_of_the_same_shape_has_a_table_without_the_paper(tmp_path: Path) -> None:
     group(tmp_path, "default", [{}], experiment="fashion-mnist")
     found = rows(plain(write_table(tmp_path)), "fashion-mnist")
