@@ -134,8 +134,8 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     had = fmean(json.loads(path.read_text())["accuracy"] for path in kept)
     accuracies = [f"{100 * value:.2f} %" for value in (first["accuracy"]["mean"], had, second["accuracy"]["mean"])]
     went_on = f"{accuracies[0]} on the test images, where they had {accuracies[1]}; and from there to "
-    assert f"{went_on}{second['ratio']['mean']:.1f} times in 7 more: {accuracies[2]}." in text
-    labels = {" dense": "dense", " at 7.4 times": "x7", " at 15": "x15", " at 26.4": "x25"}
+    assert f"{went_on}{second['ratio']['mean']:.0f} times in 7 more: {accuracies[2]}." in text
+    labels = {" dense": "dense", " at 7.4 times": "x7", " at 15": "x15", " at 25": "x25"}
     suited = {label: summary_of("cifar10-resnet110", name) for label, name in labels.items()}
     said = [f"{found['calibrated_log_likelihood']['mean']:.3f}{label}" for label, found in suited.items()]
     assert f"ResNet-110 then has {', '.join(said[:-1])} and {said[-1]}: " in readme
