@@ -166,22 +166,20 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
 
 
 def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
-    cut = summary_of("cifar10-cnn", "paper")
-    learned, left = (f"{100 * cut[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
-    first = summary_of("mnist", "paper")
-    before, after = (f"{100 * first[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy"))
+    first, cut, deep = (
+        summary_of(*of) for of in (("mnist", "paper"), ("cifar10-cnn", "paper"), ("cifar10-resnet110", "paper-12"))
+    )
+    (before, after), (learned, left), (deep_before, deep_after) = (
+        [f"{100 * found[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy")]
+        for found in (first, cut, deep)
+    )
     text = text_of(EXPERIMENTS)
     assert f"takes MNIST's network to {before} and the CNN to {learned} on held-out images." in text
     assert f"MNIST's network falls to {after}, the CNN to chance." in text
-    deep = summary_of("cifar10-resnet110", "paper-12")
-    deep_before, deep_after = (
-        f"{100 * deep[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy")
-    )
     each = " and ".join(f"{100 * value:.1f}" for value in deep["validation_accuracy"]["each"])
     assert f"{deep_before} on held-out images, and {deep_after} after the cut ({each} %;" in text
     short = toml.load(ROOT / "results" / "cifar10-resnet110" / "paper-12" / "seed-0" / "config.toml").fit.epochs
     assert f"ResNet-110 had {short} of its {toml.named('cifar10-resnet110', 'paper').fit.epochs} epochs" in text
-
     method = text_of(METHOD)
     assert f"right on {learned} of the held-out images" in method
     assert f"a network that guesses ({left}; means of three seeds)" in method
