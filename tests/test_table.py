@@ -130,18 +130,26 @@ def test_what_a_cut_of_ranks_cost_is_said_where_it_is_much(tmp_path: Path) -> No
 
 
 def test_a_run_shorter_than_its_preset_is_told(tmp_path: Path) -> None:
-    """The committed seed has 95 epochs; the preset of the paper has 100, and our own any number."""
+    """The committed seed has 95 epochs, as our own preset has; that of the paper has 100."""
     cut = {"searched_accuracy": {"mean": 0.9}, "validation_accuracy": {"mean": 0.4}}
     group(tmp_path, "short", [{"preset": "paper"}], summarised=cut)
     group(tmp_path, "long", [{"preset": "paper"}], settings={"\nepochs = 80": "\nepochs = 85"})
     group(tmp_path, "ours", [{}])
+    group(tmp_path, "half", [{}], settings={"\nepochs = 80": "\nepochs = 30"})
+    near = {"posterior": {**POSTERIOR, "start": "jitter", "mean_log_likelihood": -0.05}}
+    settings = {"particles = 0": "particles = 20", 'start = "independent"': 'start = "jitter"'}
+    group(tmp_path, "near", [near], settings=settings)
+    several = {"posterior": {**POSTERIOR, "mean_log_likelihood": -0.05}}
+    group(tmp_path, "cloud", [several], settings={"particles = 0": "particles = 20", "\nepochs = 80": "\nepochs = 70"})
     text = plain(write_table(tmp_path))
     found = {row["run"].split("]")[0].strip("["): row["epochs"] for row in rows(text)}
-    assert {name: found[name] for name in ("short", "long", "ours")} == {
-        "short": "95 of 100", "long": "100", "ours": "95",
+    assert {name: found[name].split(" (")[0] for name in ("short", "long", "ours", "half", "near", "cloud")} == {
+        "short": "95 of 100", "long": "100", "ours": "95", "half": "45 of 95", "near": "12", "cloud": "85 of 95",
     }  # fmt: skip
     assert "`short` (after 95 of 100 epochs) from 90.0 % to 40.0 %" in text
-    assert "Fewer epochs than the preset has: `short` (95 of 100).*" in text
+    listed = "`half` (45 of 95), `short` (95 of 100), `cloud` (85 of 95)"
+    assert f"Fewer epochs than their preset has, single networks as squares: {listed}.*" in text
+    assert "Ranks that `ours`, seed 0, kept" in text  # and not those of a run that was cut short
 
 
 def test_another_experiment_of_the_same_shape_has_a_table_without_the_paper(tmp_path: Path) -> None:

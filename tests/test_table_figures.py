@@ -65,7 +65,7 @@ def test_the_front_has_every_group_and_the_papers_two_networks(full: Path) -> No
     texts = [text.text or "" for text in root.iter("text")]
     ratio = json.loads((SEED / "result.json").read_text())["ratio"]
     assert {"paper, 137×", "paper, BNN: 92.1 %, below this axis", f"20 particles, {ratio:.0f}×", "18.2×"} <= set(texts)
-    assert {"LR-BTNN, MAP, preset paper", "LR-BTNN, posterior", "BTNN, MAP"} <= set(texts)
+    assert {"LR-BTNN, MAP, preset paper, 95 of 100 epochs", "LR-BTNN, posterior", "BTNN, MAP"} <= set(texts)
 
 
 def test_labels_cover_neither_marks_nor_each_other() -> None:
@@ -90,7 +90,7 @@ def test_labels_leave_the_line_between_marks_free() -> None:
     figure = Figure(figsize=(5, 3))
     axes = figure.add_subplot()
     axes.set(xlim=(0, 10), ylim=(0, 10))
-    place_labels(figure, axes, [Label(5, 5, "a label", "#000000")], [(5, 5), (5, 10)])
+    place_labels(figure, axes, [Label(5, 5, "a label", "#000000")], [[(5, 5), (5, 10)]])
     figure.draw_without_rendering()
     (text,) = axes.texts
     box, (x, y) = Text.get_window_extent(text), axes.transData.transform((5, 5)).tolist()
@@ -99,25 +99,25 @@ def test_labels_leave_the_line_between_marks_free() -> None:
 
 def test_the_ranks_shown_are_those_of_the_median_seed_of_the_default(full: Path) -> None:
     (experiment,) = gather(full)
-    smallest = typical(experiment.groups)
+    smallest = typical(experiment)
     assert smallest is not None
     assert smallest.label == "alpha"
     assert smallest.median.scores.params == 3000  # the lower one of two
     group(full, "gone-on", [{"params": 20, "from_run": {"run": "r", "params": 9, "epochs": 3, "seconds": 1.0}}])
     group(full, "cut-too-far", [{"preset": "paper", "params": 20}], settings={'preset = "default"': 'preset = "paper"'})
     (experiment,) = gather(full)
-    ours = typical(experiment.groups)
+    ours = typical(experiment)
     assert ours is not None
     assert ours.label == "alpha"
     each = [{"params": 9000}, {"params": 7000}, {"params": 8000}]
     group(full, "default", each)
     (experiment,) = gather(full)
-    default = typical(experiment.groups)
+    default = typical(experiment)
     assert default is not None
     assert (default.label, default.median.seed) == ("default", 2)
     assert "Ranks that `default`, seed 2, kept" in plain(write_table(full))
     (given,) = gather(group(full.parent / "given", "tt", [{"kind": "tensorized"}]).parents[1])
-    assert typical(given.groups) is None
+    assert typical(given) is None
 
 
 def test_a_deep_network_stays_readable(tmp_path: Path) -> None:

@@ -50,11 +50,13 @@ class Settings:
         return f"{words.method(self.method)}, {self.particles} particles" + " around MAP" * (self.start == "jitter")
 
     def shortened(self, experiment: str) -> str:
-        """ "12 of 200", if it had fewer epochs than the preset `paper` that it is of has; else ""."""
+        """ "12 of 200", if it had fewer epochs than its preset has; else "". What began elsewhere counts its own."""
         paper = PAPER.get(experiment)
-        if self.preset != "paper" or paper is None or self.epochs is None or self.epochs >= paper.epochs:
+        all_of_them = paper.epochs.get(self.preset) if paper else None
+        began_elsewhere = self.earlier_epochs or self.start == "jitter"
+        if began_elsewhere or self.epochs is None or all_of_them is None or self.epochs >= all_of_them:
             return ""
-        return f"{self.epochs} of {paper.epochs}"
+        return f"{self.epochs} of {all_of_them}"
 
 
 @dataclass(frozen=True)

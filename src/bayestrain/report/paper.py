@@ -19,7 +19,7 @@ class PaperRow:
 
     `params`, `accuracy` and `log_likelihood` are those of the network that found its ranks, `dense_...` those of the
     ordinary one, and `tensorized_params` is the size at full ranks. `note` says what to know when comparing. `epochs`
-    are those of our preset `paper`, of which a run may have had fewer.
+    are those that our presets of the experiment have, of which a run may have had fewer.
     """
 
     dense_params: int
@@ -30,7 +30,7 @@ class PaperRow:
     tensorized_params: int | None = None
     dense_accuracy: float | None = None
     note: str = ""
-    epochs: int = 100
+    epochs: dict[str, int] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -51,14 +51,16 @@ PAPER = {
     "mnist": PaperRow(
         496_885, 3_625, 0.978, -0.106, {"1": (8, 1, 5), "3": (13,)}, tensorized_params=27_235, dense_accuracy=0.921,
         note="The paper’s dense network for MNIST has no ReLU between its two layers; ours has one.",
+        epochs={"default": 95, "paper": 100},
     ),
     "cifar10-cnn": PaperRow(
         1_569_418, 99_376, 0.874, -0.471, tensorized_params=686_868, dense_accuracy=0.890,
         note="The paper’s BTNN has the shapes of its code, not of its text; ours has modes of its own and rank 60.",
+        epochs={"default": 180, "paper": 100},
     ),
     "cifar10-resnet110": PaperRow(
         1_742_762, 236_651, 0.904, -0.515, tensorized_params=644_790, dense_accuracy=0.926,
         note="The paper does not give the shapes of its BTNN; with ours, full ranks of 20 take fewer parameters.",
-        epochs=200,
+        epochs={"default": 180, "paper": 200},
     ),
 }  # fmt: skip

@@ -57,7 +57,7 @@ def _figures(experiment: Experiment) -> Drawn:
         add(
             "front", "Test accuracy against parameters", _front_caption(name, groups), [front_plot(name, groups, paper)]
         )
-    if shown := typical(groups):
+    if shown := typical(experiment):
         run, who = shown.median, f"`{shown.label}`, seed {shown.median.seed}"
         published = "; diamonds are the paper’s" if paper and paper.ranks else ""
         caption = f"Ranks that {who}, kept of the maximal ones{published}."
@@ -72,15 +72,17 @@ def _figures(experiment: Experiment) -> Drawn:
     return figures
 
 
-def typical(groups: Sequence[Group]) -> Group | None:
+def typical(experiment: Experiment) -> Group | None:
     """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest of ours.
 
-    Those that went on from others' ranks come last.
+    Those that went on from others' ranks or were trained for less than all epochs come last.
     """
-    found = [group for group in groups if group.settings.kind == "low-rank" and group.settings.particles == 1]
+    found = [
+        group for group in experiment.groups if group.settings.kind == "low-rank" and group.settings.particles == 1
+    ]
     ours = [group for group in found if group.settings.preset != "paper"]
     named = [group for group in ours if group.label == "default"]
-    own = [group for group in ours if not group.settings.earlier_epochs]
+    own = [g for g in ours if not g.settings.earlier_epochs and not g.settings.shortened(experiment.name)]
     return min(named or own or ours or found, key=lambda group: group.size, default=None)
 
 
@@ -102,6 +104,8 @@ def _front_caption(name: str, groups: Sequence[Group]) -> str:
         text += ", hollow marks are of the preset `paper`"
     begun = ", ".join(f"`{group.label}`" for group in groups if group.settings.earlier_epochs)
     more = f" More epochs than the others, for they went on from larger networks: {begun}." if begun else ""
-    short = [f"`{group.label}` ({part})" for group in groups if (part := group.settings.shortened(name))]
-    fewer = f" Fewer epochs than the preset has: {', '.join(short)}." if short else ""
-    return f"{text}.{more}{fewer}"
+    short = [(group, part) for group in groups if (part := group.settings.shortened(name))]
+    fewer = ", ".join(f"`{group.label}` ({part})" for group, part in short)
+    squares = ", single networks as squares" if any(group.settings.particles == 1 for group, _ in short) else ""
+    less = f" Fewer epochs than their preset has{squares}: {fewer}." if short else ""
+    return f"{text}.{more}{less}"

@@ -19,6 +19,9 @@ from bayestrain.report.words import count, percent, plural, ratio
 
 WIDTH, HEIGHT = 7.4, 4.4
 COLOURS = {"dense": "cut", "tensorized": "c2", "low-rank": "kept"}
+WHOLE, SHORT, SEVERAL = "o", "s", "^"
+"""Marks of single networks, of those that had fewer epochs than their preset has, and of posteriors."""
+
 FAR = 1.0
 """A hollow mark further below all full ones than this many times their range stands on the lower edge."""
 
@@ -45,32 +48,35 @@ class Point:
 
 def front_plot(experiment: str, groups: Sequence[Group], paper: PaperRow | None) -> Plot:
     """Test accuracy against parameters, mean and standard deviation over seeds."""
-    ours = [_point(group) for group in groups]
+    ours = [_point(experiment, group) for group in groups]
     points = _within([*_paper_points(paper), *ours])
     dense = groups[0].settings.dense_params
     name = f"front-{experiment}"
     describe = f"Accuracy against parameters, {experiment}. " + " ".join(f"{point.hover}." for point in points)
     with drawing(HEIGHT, width=WIDTH) as (figure, (axes,)):
         _limits(axes, points)
-        front = sorted(
-            (point.x, point.y) for group, point in zip(groups, ours, strict=True)
-            if group.settings.kind == "low-rank" and point.marker == "o" and not point.hollow
+        front, short = (
+            sorted(
+                (point.x, point.y) for group, point in zip(groups, ours, strict=True)
+                if group.settings.kind == "low-rank" and point.marker == marker and not point.hollow
+            ) for marker in (WHOLE, SHORT)
         )  # fmt: skip
-        if len(front) > 1:
-            axes.plot(*zip(*front, strict=True), color=LIGHT["kept"], linewidth=1, alpha=0.35, zorder=1)
+        for line, style in ((front, "-"), (short, "--")):
+            if len(line) > 1:
+                axes.plot(*zip(*line, strict=True), style, color=LIGHT["kept"], linewidth=1, alpha=0.35, zorder=1)
         for point in points:
             _draw(axes, point)
         _ratios(axes, dense)
         _legend(figure, points)
         bottom = axes.get_ylim()[0]
         labels = [Label(p.x, max(p.y, bottom), p.label, p.colour, p.dx, p.dy) for p in points]
-        place_labels(figure, axes, labels, front)
+        place_labels(figure, axes, labels, [front, short])
         svg = inline(figure, name, describe)
     caption = "Right is smaller, up is better; bars are one standard deviation over seeds."
     return Plot(name, "Accuracy against size", caption, describe, svg)
 
 
-def _point(group: Group) -> Point:
+def _point(experiment: str, group: Group) -> Point:
     settings = group.settings
     (x, dx), (y, dy), (smaller, _) = (
         group.mean(value) or (0.0, 0.0)
@@ -81,14 +87,15 @@ def _point(group: Group) -> Point:
     model = KINDS[settings.kind]
     name = f"{settings.particles} particles" if several else model if settings.kind == "dense" else ""
     label = ", ".join(part for part in (name, times if settings.kind != "dense" else "") if part)
+    short = settings.shortened(experiment)
+    marker = SEVERAL if several else SHORT if short else WHOLE
+    part = f", {short} epochs" if marker == SHORT else ""
     hover = (
-        f"{group.label} ({model}, {settings.how}): {count(x)} ± {count(dx)} parameters, {times}, "
+        f"{group.label} ({model}, {settings.how}{part}): {count(x)} ± {count(dx)} parameters, {times}, "
         f"{percent(y)} ± {percent(dy)}, {plural(len(group.runs), 'seed')}"
     )
-    legend = f"{model}, {'posterior' if several else 'MAP'}" + (", preset paper" if paper_preset else "")
-    return Point(
-        x, y, dx, dy, label, hover, LIGHT[COLOURS[settings.kind]], "^" if several else "o", paper_preset, legend
-    )
+    legend = f"{model}, {'posterior' if several else 'MAP'}" + (", preset paper" if paper_preset else "") + part
+    return Point(x, y, dx, dy, label, hover, LIGHT[COLOURS[settings.kind]], marker, paper_preset, legend)
 
 
 def _within(points: Sequence[Point]) -> list[Point]:

@@ -61,14 +61,16 @@ class Label:
     dy: float = 0.0
 
 
-def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[tuple[float, float]] = ()) -> None:
-    """Write all labels, the first ones with the first choice; `line` are the corners of one that is drawn, to be left
-    free. The limits of the axes must be final."""
+def place_labels(
+    figure: Figure, axes: Axes, labels: Sequence[Label], lines: Sequence[Sequence[tuple[float, float]]] = ()
+) -> None:
+    """Write all labels, the first ones with the first choice; `lines` are the corners of those that are drawn, to be
+    left free. The limits of the axes must be final."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # nothing moves from here on
     frame = _box(axes, *axes.get_xlim(), *axes.get_ylim())
     marks = [list(_mark(axes, label)) for label in labels]
-    taken = [box for boxes in marks for box in boxes] + list(_along(axes, line))
+    taken = [box for boxes in marks for box in boxes] + [box for line in lines for box in _along(axes, line)]
     for number, label in enumerate(labels):
         text = axes.text(label.x, label.y, label.text, fontsize=FONT)
         extent = text.get_window_extent()
