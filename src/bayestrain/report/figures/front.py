@@ -22,6 +22,9 @@ COLOURS = {"dense": "cut", "tensorized": "c2", "low-rank": "kept"}
 WHOLE, SHORT, SEVERAL = "o", "s", "^"
 """Marks of single networks, of those that had fewer epochs than their preset has, and of posteriors."""
 
+LONG = len("LR-BTNN, MAP, preset paper")
+"""Four columns of a legend fit beside each other if none is longer than this."""
+
 FAR = 1.0
 """A hollow mark further below all full ones than this many times their range stands on the lower edge."""
 
@@ -176,5 +179,6 @@ def _legend(figure: Figure, points: Sequence[Point]) -> None:
                markerfacecolor=LIGHT["card"] if p.hollow else p.colour, markeredgewidth=1.5 if p.hollow else 0.5)
         for text, p in kinds.items()
     ]  # fmt: skip
-    columns = int(np.ceil(len(handles) / np.ceil(len(handles) / 4)))
+    most = 4 if max(map(len, kinds)) <= LONG else 3
+    columns = int(np.ceil(len(handles) / np.ceil(len(handles) / most)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.4, handletextpad=0.2)
