@@ -68,6 +68,21 @@ def test_the_front_has_every_group_and_the_papers_two_networks(full: Path) -> No
     assert {"LR-BTNN, MAP, preset paper, 95 of 100 epochs", "LR-BTNN, posterior", "BTNN, MAP"} <= set(texts)
 
 
+def test_short_runs_of_our_preset_are_squares_with_a_line_of_their_own(full: Path) -> None:
+    def drawn() -> tuple[int, str]:
+        (experiment,) = gather(full)
+        svg = front_plot("mnist", experiment.groups, PAPER["mnist"]).svg
+        return svg.count("stroke-dasharray"), svg
+
+    before, _ = drawn()
+    for label, params in (("brief", 6000), ("briefer", 2500)):
+        group(full, label, [{"params": params}], settings={"\nepochs = 80": "\nepochs = 30"})
+    after, svg = drawn()
+    assert after == before + 1
+    assert "LR-BTNN, MAP, 45 of 95 epochs" in svg
+    assert "brief (LR-BTNN, MAP, 45 of 95 epochs): 6,000" in svg
+
+
 def test_labels_cover_neither_marks_nor_each_other() -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

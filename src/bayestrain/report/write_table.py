@@ -75,14 +75,14 @@ def _figures(experiment: Experiment) -> Drawn:
 def typical(experiment: Experiment) -> Group | None:
     """The group whose ranks are shown: MAP networks that found them, labelled "default", else the smallest of ours.
 
-    Those that went on from others' ranks or were trained for less than all epochs come last.
+    Of ours, those that went on from others' ranks or had fewer epochs than their preset has come last.
     """
     found = [
         group for group in experiment.groups if group.settings.kind == "low-rank" and group.settings.particles == 1
     ]
     ours = [group for group in found if group.settings.preset != "paper"]
-    named = [group for group in ours if group.label == "default"]
     own = [g for g in ours if not g.settings.earlier_epochs and not g.settings.shortened(experiment.name)]
+    named = [group for group in own if group.label == "default"]
     return min(named or own or ours or found, key=lambda group: group.size, default=None)
 
 

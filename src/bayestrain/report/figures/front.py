@@ -92,12 +92,16 @@ def _point(experiment: str, group: Group) -> Point:
     label = ", ".join(part for part in (name, times if settings.kind != "dense" else "") if part)
     short = settings.shortened(experiment)
     marker = SEVERAL if several else SHORT if short else WHOLE
-    part = f", {short} epochs" if marker == SHORT else ""
+    part = f", {short} epochs" if short else ""
     hover = (
         f"{group.label} ({model}, {settings.how}{part}): {count(x)} ± {count(dx)} parameters, {times}, "
         f"{percent(y)} ± {percent(dy)}, {plural(len(group.runs), 'seed')}"
     )
-    legend = f"{model}, {'posterior' if several else 'MAP'}" + (", preset paper" if paper_preset else "") + part
+    legend = (
+        f"{model}, {'posterior' if several else 'MAP'}"
+        + (", preset paper" if paper_preset else "")
+        + part * (not several)
+    )
     return Point(x, y, dx, dy, label, hover, LIGHT[COLOURS[settings.kind]], marker, paper_preset, legend)
 
 
