@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from bayestrain import models
 from bayestrain.cli.app import app
 from bayestrain.report import write_table
-from bayestrain.report.figures.front import front_plot
+from bayestrain.report.figures.front import front_plot, lines_through
 from bayestrain.report.figures.labels import Box, Label, place_labels
 from bayestrain.report.groups import gather
 from bayestrain.report.paper import PAPER
@@ -66,6 +66,23 @@ def test_the_front_has_every_group_and_the_papers_two_networks(full: Path) -> No
     ratio = json.loads((SEED / "result.json").read_text())["ratio"]
     assert {"paper, 137×", "paper, BNN: 92.1 %, below this axis", f"20 particles, {ratio:.0f}×", "18.2×"} <= set(texts)
     assert {"LR-BTNN, MAP, preset paper, 95 of 100 epochs", "LR-BTNN, posterior", "BTNN, MAP"} <= set(texts)
+    assert sum(text.startswith("weight ") for text in texts) == 2
+    assert {"weight 1", "weight 2"} <= set(
+        texts
+    )  # zeta's and alpha's; aimed had a target, their-way the paper's preset
+
+
+def test_lines_join_weights_of_the_prior_and_targets_apart(full: Path) -> None:
+    def joined() -> dict[str, set[str]]:
+        (experiment,) = gather(full)
+        lines = lines_through("mnist", experiment.groups)
+        return {style: {group.label for group in members} for style, members in lines.items()}
+
+    assert joined() == {"-": {"zeta", "alpha"}}  # one target alone is no line
+    assert "Lines join weights of the prior (solid). " in plain(write_table(full))
+    group(full, "further", [{"params": 8000}], settings={"target_ratio = 0.0": "target_ratio = 60.0"})
+    assert joined() == {"-": {"zeta", "alpha"}, ":": {"aimed", "further"}}
+    assert "Lines join weights of the prior (solid), targets (dotted). " in plain(write_table(full))
 
 
 def test_short_runs_of_our_preset_are_squares_with_a_line_of_their_own(full: Path) -> None:
@@ -99,6 +116,22 @@ def test_labels_cover_neither_marks_nor_each_other() -> None:
         assert all(box.shared(other) == 0 for other in boxes[:k])
         assert box.outside(frame) == 0
         assert not any(box.left < x < box.right and box.bottom < y < box.top for x, y in marks)
+
+
+def test_labels_with_few_free_places_choose_first() -> None:
+    figure = Figure(figsize=(7.4, 4.4))
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    labels = [
+        Label(7.1, 1.4, "weight 0.4, 30.9×", "#000000"),
+        Label(9.2, 0, "104×: 10.0 %, below this axis", "#000000"),
+    ]
+    place_labels(figure, axes, labels, [[(4, 4), (7.1, 1.4)]])
+    figure.draw_without_rendering()
+    one, other = (Box(*Text.get_window_extent(text).extents.tolist()) for text in axes.texts)
+    x, y = axes.transData.transform((7.1, 1.4)).tolist()
+    assert one.shared(other) == 0
+    assert not (other.left < x < other.right and other.bottom < y < other.top)
 
 
 def test_labels_leave_the_line_between_marks_free() -> None:

@@ -49,6 +49,12 @@ class Settings:
             return "MAP"
         return f"{words.method(self.method)}, {self.particles} particles" + " around MAP" * (self.start == "jitter")
 
+    @property
+    def by_weight(self) -> bool:
+        """Whether it is a single network of our preset whose size only the weight of the prior decided."""
+        ours = self.kind == "low-rank" and self.particles == 1 and self.preset != "paper"
+        return ours and self.prior_weight is not None and not self.target_ratio
+
     def shortened(self, experiment: str) -> str:
         """ "12 of 200", if it had fewer epochs than its preset has; else "". What began elsewhere counts its own."""
         paper = PAPER.get(experiment)

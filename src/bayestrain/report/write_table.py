@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bayestrain.errors import ReportError
 from bayestrain.files import write_atomically
-from bayestrain.report.figures.front import front_plot
+from bayestrain.report.figures.front import front_plot, lines_through
 from bayestrain.report.figures.layers import parameter_plots, rank_plots
 from bayestrain.report.figures.uncertainty import uncertainty_plots
 from bayestrain.report.groups import KINDS, Experiment, Group, gather
@@ -100,12 +100,17 @@ def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
 
 def _front_caption(name: str, groups: Sequence[Group]) -> str:
     text = "Mean and standard deviation over seeds; numbers are how many times smaller than dense a network is"
+    if any(group.settings.by_weight for group in groups):
+        text += ", with the weight of the prior where that decided it"
     if any(group.settings.preset == "paper" for group in groups):
         text += ", hollow marks are of the preset `paper`"
+    said = {"-": "weights of the prior (solid)", ":": "targets (dotted)", "--": "runs with fewer epochs (dashed)"}
+    joined = ", ".join(said[style] for style in lines_through(name, groups))
+    lines = f" Lines join {joined}." if joined else ""
     begun = ", ".join(f"`{group.label}`" for group in groups if group.settings.earlier_epochs)
     more = f" More epochs than the others, for they went on from larger networks: {begun}." if begun else ""
     short = [(group, part) for group in groups if (part := group.settings.shortened(name))]
     fewer = ", ".join(f"`{group.label}` ({part})" for group, part in short)
     squares = ", single networks as squares" if any(group.settings.particles == 1 for group, _ in short) else ""
     less = f" Fewer epochs than their preset has{squares}: {fewer}." if short else ""
-    return f"{text}.{more}{less}"
+    return f"{text}.{lines}{more}{less}"

@@ -51,32 +51,40 @@ class Point:
 
 def front_plot(experiment: str, groups: Sequence[Group], paper: PaperRow | None) -> Plot:
     """Test accuracy against parameters, mean and standard deviation over seeds."""
-    ours = [_point(experiment, group) for group in groups]
-    points = _within([*_paper_points(paper), *ours])
+    ours = {group.label: _point(experiment, group) for group in groups}
+    points = _within([*_paper_points(paper), *ours.values()])
+    lines = {
+        style: sorted((ours[group.label].x, ours[group.label].y) for group in members)
+        for style, members in lines_through(experiment, groups).items()
+    }
     dense = groups[0].settings.dense_params
     name = f"front-{experiment}"
     describe = f"Accuracy against parameters, {experiment}. " + " ".join(f"{point.hover}." for point in points)
     with drawing(HEIGHT, width=WIDTH) as (figure, (axes,)):
         _limits(axes, points)
-        front, short = (
-            sorted(
-                (point.x, point.y) for group, point in zip(groups, ours, strict=True)
-                if group.settings.kind == "low-rank" and point.marker == marker and not point.hollow
-            ) for marker in (WHOLE, SHORT)
-        )  # fmt: skip
-        for line, style in ((front, "-"), (short, "--")):
-            if len(line) > 1:
-                axes.plot(*zip(*line, strict=True), style, color=LIGHT["kept"], linewidth=1, alpha=0.35, zorder=1)
+        for style, line in lines.items():
+            axes.plot(*zip(*line, strict=True), style, color=LIGHT["kept"], linewidth=1, alpha=0.35, zorder=1)
         for point in points:
             _draw(axes, point)
         _ratios(axes, dense)
         _legend(figure, points)
         bottom = axes.get_ylim()[0]
         labels = [Label(p.x, max(p.y, bottom), p.label, p.colour, p.dx, p.dy) for p in points]
-        place_labels(figure, axes, labels, [front, short])
+        place_labels(figure, axes, labels, list(lines.values()))
         svg = inline(figure, name, describe)
     caption = "Right is smaller, up is better; bars are one standard deviation over seeds."
     return Plot(name, "Accuracy against size", caption, describe, svg)
+
+
+def lines_through(experiment: str, groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Single networks of our preset that found their ranks, by the style of the line that joins them: "-" over weights
+    of the prior, ":" over targets, "--" over networks with fewer epochs than the preset has."""
+    found: dict[str, list[Group]] = {"-": [], ":": [], "--": []}
+    for group in groups:
+        settings = group.settings
+        if settings.kind == "low-rank" and settings.particles == 1 and settings.preset != "paper":
+            found["--" if settings.shortened(experiment) else "-" if settings.by_weight else ":"].append(group)
+    return {style: members for style, members in found.items() if len(members) > 1}
 
 
 def _point(experiment: str, group: Group) -> Point:
@@ -90,6 +98,7 @@ def _point(experiment: str, group: Group) -> Point:
     model = KINDS[settings.kind]
     name = f"{settings.particles} particles" if several else model if settings.kind == "dense" else ""
     label = ", ".join(part for part in (name, times if settings.kind != "dense" else "") if part)
+    label += f"\nweight {settings.prior_weight:g}" if settings.by_weight else ""
     short = settings.shortened(experiment)
     marker = SEVERAL if several else SHORT if short else WHOLE
     part = f", {short} epochs" if short else ""

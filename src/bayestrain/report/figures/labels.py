@@ -61,43 +61,63 @@ class Label:
     dy: float = 0.0
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a label may stand: what it covers there, its offset from the mark and its distance."""
+
+    box: Box
+    across: float
+    up: float
+    distance: float
+
+
 def place_labels(
     figure: Figure, axes: Axes, labels: Sequence[Label], lines: Sequence[Sequence[tuple[float, float]]] = ()
 ) -> None:
-    """Write all labels, the first ones with the first choice; `lines` are the corners of those that are drawn, to be
-    left free. The limits of the axes must be final."""
+    """Write all labels; those with the fewest free places choose first. `lines` are the corners of those that are
+    drawn, to be left free. The limits of the axes must be final."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # nothing moves from here on
     frame = _box(axes, *axes.get_xlim(), *axes.get_ylim())
     marks = [list(_mark(axes, label)) for label in labels]
     taken = [box for boxes in marks for box in boxes] + [box for line in lines for box in _along(axes, line)]
-    for number, label in enumerate(labels):
-        text = axes.text(label.x, label.y, label.text, fontsize=FONT)
-        extent = text.get_window_extent()
-        text.remove()
-        width, height = (72 / figure.dpi * size for size in (extent.width, extent.height))
-        middle = _box(axes, label.x, label.x, label.y, label.y)
-        places = list(_places(middle, width, height))
+    places = [list(_places(axes, label)) for label in labels]
+
+    def costs(number: int) -> list[float]:
         others = [boxes[0] for k, boxes in enumerate(marks) if k != number]
-        costs = [_cost(place[0], marks[number][0], others, taken, frame) for place in places]
-        box, across, up, distance = places[costs.index(min(costs))]  # the first of the best
-        taken.append(box.grown(1.5))
+        return [_cost(place.box, marks[number][0], others, taken, frame) for place in places[number]]
+
+    free = [sum(cost == 0 for cost in costs(number)) for number in range(len(labels))]
+    chosen: dict[int, Place] = {}
+    for number in sorted(range(len(labels)), key=lambda number: free[number]):
+        found = costs(number)
+        chosen[number] = places[number][found.index(min(found))]  # the first of the best
+        taken.append(chosen[number].box.grown(1.5))
+    for number, label in enumerate(labels):
+        place = chosen[number]
         leading = {"arrowstyle": "-", "color": LIGHT["muted"], "linewidth": 0.6, "shrinkA": 1, "shrinkB": 5}
         axes.annotate(
-            label.text, (label.x, label.y), (across, up), textcoords="offset points", ha="center", va="center",
-            fontsize=FONT, color=label.colour, arrowprops=leading if distance >= NEAR else None, zorder=6,
+            label.text, (label.x, label.y), (place.across, place.up), textcoords="offset points", ha="center",
+            va="center", fontsize=FONT, color=label.colour, arrowprops=leading if place.distance >= NEAR else None,
+            zorder=6,
         )  # fmt: skip
 
 
-def _places(middle: Box, width: float, height: float) -> Iterator[tuple[Box, float, float, float]]:
-    """Boxes for a label, best first, each with its offset from the mark and its distance."""
+def _places(axes: Axes, label: Label) -> Iterator[Place]:
+    """Where a label may stand, best first."""
+    text = axes.text(label.x, label.y, label.text, fontsize=FONT)
+    extent = text.get_window_extent()
+    text.remove()
+    width, height = (72 / axes.figure.dpi * size for size in (extent.width, extent.height))
+    middle = _box(axes, label.x, label.x, label.y, label.y)
     for distance in DISTANCES:
         for angle in ANGLES:
             cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
             across = round(cosine * (MARK + distance) + math.copysign(width / 2, cosine) * (abs(cosine) > 0.1), 1)
             up = round(sine * (MARK + distance) + math.copysign(height / 2, sine) * (abs(sine) > 0.1), 1)
             x, y = middle.left + across, middle.bottom + up
-            yield Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2), across, up, distance
+            box = Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+            yield Place(box, across, up, distance)
 
 
 def _cost(box: Box, own: Box, others: Sequence[Box], taken: Sequence[Box], frame: Box) -> float:
