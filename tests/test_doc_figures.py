@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
+from doc_kit import EXPERIMENTS, POSTERIOR, README, ROOT, summary_of, text_of
 
 from bayestrain.report.paper import PAPER
-from bayestrain.train import toml
-
-ROOT = Path(__file__).parents[1]
-README, METHOD, POSTERIOR, EXPERIMENTS = (
-    ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("method", "posterior", "experiments")),
-)  # fmt: skip
-
-
-def summary_of(experiment: str, label: str) -> dict[str, Any]:
-    """The summary of a line's runs, none of which may have failed."""
-    found: dict[str, Any] = json.loads((ROOT / "results" / experiment / label / "summary.json").read_text())
-    assert found["failed"] == []
-    return found
-
-
-def text_of(document: Path) -> str:
-    """A document in one line."""
-    return " ".join(document.read_text().split())
-
 
 HEADLINE = (
     ("MNIST, two-layer MLP", "mnist", ("default", "x300"), ".0f", "svgd-50"),
@@ -165,39 +145,6 @@ def test_the_readmes_other_lines_are_those_of_the_results() -> None:
     assert f"around the dense one have {had}." in text
 
 
-def test_what_the_papers_threshold_cuts_is_said_as_it_was_measured() -> None:
-    first, cut, deep = (
-        summary_of(*of) for of in (("mnist", "paper"), ("cifar10-cnn", "paper"), ("cifar10-resnet110", "paper-12"))
-    )
-    (before, after), (learned, left), (deep_before, deep_after) = (
-        [f"{100 * found[key]['mean']:.1f} %" for key in ("searched_accuracy", "validation_accuracy")]
-        for found in (first, cut, deep)
-    )
-    text = text_of(EXPERIMENTS)
-    assert f"takes MNIST's network to {before} and the CNN to {learned} on held-out images." in text
-    assert f"MNIST's network falls to {after}, the CNN to chance." in text
-    each = " and ".join(f"{100 * value:.1f}" for value in deep["validation_accuracy"]["each"])
-    assert f"{deep_before} on held-out images, and {deep_after} after the cut ({each} %;" in text
-    short = toml.load(ROOT / "results" / "cifar10-resnet110" / "paper-12" / "seed-0" / "config.toml").fit.epochs
-    assert f"ResNet-110 had {short} of its {toml.named('cifar10-resnet110', 'paper').fit.epochs} epochs" in text
-    method = text_of(METHOD)
-    assert f"right on {learned} of the held-out images" in method
-    assert f"a network that guesses ({left}; means of three seeds)" in method
-    for seed in range(3):
-        kept = json.loads((ROOT / "results" / "cifar10-cnn" / "paper" / f"seed-{seed}" / "result.json").read_text())
-        assert all(chain[3] == 1 for name, chain in kept["ranks"].items() if name.startswith("conv"))
-
-
-def test_the_presets_have_the_epochs_that_the_table_tells_short_runs_by() -> None:
-    assert {name: row.epochs for name, row in PAPER.items()} == {
-        name: {
-            preset: (fit := toml.named(name, preset).fit).epochs + fit.finetune_epochs
-            for preset in ("default", "paper")
-        }
-        for name in PAPER
-    }
-
-
 def test_the_readmes_speed_of_particles_is_that_of_the_benchmarks() -> None:
     text = text_of(README)
     for device, style in (("cuda", ".1f"), ("cpu", ".2f")):
@@ -320,15 +267,20 @@ def test_the_figures_of_posteriors_of_larger_networks_are_those_of_the_results()
     for key in ("accuracy", "log_likelihood", "auroc"):
         assert full[key] > max(dense[key], few[key])
     assert full["ece"] < min(dense["ece"], few["ece"])
-    assert f"those of the MAP points of these settings ({full['map_ece']:.4f} and {dense['map_ece']:.4f})" in text
-    assert f"without a temperature ({full['uncalibrated_ece']:.4f} and {dense['uncalibrated_ece']:.4f})" in text
-    for larger in (full, dense):
-        assert max(larger["ece"], larger["uncalibrated_ece"]) < larger["map_ece"]
-    alone = summary_of("mnist", "dense")["log_likelihood"]["mean"]
-    assert (
-        f"are worse ({dense['mean_log_likelihood']:.3f}) than a dense MAP point at a rate of its own ({alone:.3f})"
-        in text
+    plain, points, suited = (
+        f"{full[key]:.4f} and {dense[key]:.4f}" for key in ("uncalibrated_ece", "map_ece", "map_calibrated_ece")
     )
+    assert f"better calibrated ({plain}) than the MAP points of these settings ({points});" in text
+    assert f"for those have {suited} then." in text
+    for larger in (full, dense):
+        assert larger["uncalibrated_ece"] < larger["map_ece"]
+        assert abs(larger["ece"] - larger["map_calibrated_ece"]) < 2e-4
+    alone = summary_of("mnist", "dense")
+    single, own = dense["mean_log_likelihood"], alone["log_likelihood"]["mean"]
+    assert f"are worse ({single:.3f}) than a dense MAP point at a rate of its own ({own:.3f})" in text
+    assert f"Its own MAP point is as bad ({dense['map_log_likelihood']:.3f}) until" in text
+    suited = f"{dense['map_calibrated_log_likelihood']:.3f} and {alone['calibrated_log_likelihood']['mean']:.3f}"
+    assert f"then they have {suited}." in text
 
 
 @pytest.mark.parametrize("particles", [20, 50])

@@ -271,6 +271,19 @@ def test_a_fault_is_one_clear_sentence_and_nothing_is_written(fault: Any, words:
     assert not (tmp_path / "figures").exists()
 
 
+def test_seeds_may_differ_in_what_does_not_matter(tmp_path: Path) -> None:
+    folder = group(tmp_path, "pair", [{}, {}])
+    config = folder / "seed-1" / "config.toml"
+    before = config.read_text()
+    config.write_text(re.sub(r"checkpoint_every = \d+", "checkpoint_every = 7", before))
+    assert config.read_text() != before
+    (line,) = [row for row in rows(plain(write_table(tmp_path))) if row["run"].startswith("[pair]")]
+    assert line["seeds"] == "2"
+    config.write_text(re.sub(r"compact_every = \d+", "compact_every = 7", before))
+    with pytest.raises(ReportError, match=r"differ in fit\.compact_every"):
+        write_table(tmp_path)
+
+
 def test_a_place_without_results_or_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="There is no folder"):
         write_table(tmp_path / "nowhere")

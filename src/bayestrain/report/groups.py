@@ -15,6 +15,7 @@ from bayestrain.report.load import load_run
 from bayestrain.report.paper import PAPER
 from bayestrain.report.reading import as_number, read_json
 from bayestrain.report.run import Run
+from bayestrain.train.config import IMMATERIAL
 
 KINDS = {"dense": "BNN", "tensorized": "BTNN", "low-rank": "LR-BTNN"}
 """What is trained, in the paper's words and in the order of the table."""
@@ -202,15 +203,15 @@ def _settings(runs: list[Run]) -> Settings:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """Every setting by its name, but for the seed and the places of the data and of the run that it went on from."""
+    """Every setting by its name, but for the seed, the run that it went on from, and what is immaterial."""
     config = {
         f"{section}.{key}": value
         for section, table in tomllib.loads(run.config_text).items()
         if isinstance(table, dict)
         for key, value in table.items()
     }
-    places = ("experiment.seed", "experiment.from_run", "data.folder")
-    return {key: value for key, value in config.items() if key not in places}
+    apart = ("experiment.seed", "experiment.from_run", *IMMATERIAL)
+    return {key: value for key, value in config.items() if key not in apart}
 
 
 def _settings_of(run: Run) -> Settings:

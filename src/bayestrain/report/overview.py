@@ -35,8 +35,9 @@ were printed beside those of the split, and seen.
 - *model*, in the paper's words: BNN is the dense network, BTNN the same in tensor trains of full ranks, LR-BTNN in
   tensor trains that find their own ranks.
 - *inferred by*: MAP is a single network; else a posterior of so many networks, its particles, and by which method.
-- *preset*: whose modes, ranks and prior; *prior weight*: 1 is Bayes, less keeps more ranks; *target*: how many times
-  smaller than dense the network was asked to be, – if it was not.
+- *preset*: whose modes, ranks and prior, but for what a line's command sets otherwise; *prior weight*: 1 is Bayes,
+  less keeps more ranks, where they are sought; *target*: how many times smaller than dense the network was asked to be,
+  – if it was not.
 - *parameters*: with biases and batch norm's four vectors (scale, shift, mean and variance); of a posterior, those of
   each particle. *ratio*: how many times fewer than the dense network has.
 - *log likelihood*: per test image; of a posterior that of its particles' mean probability, as a rule at the temperature
@@ -45,8 +46,10 @@ were printed beside those of the split, and seen.
 - *training*: of a run, and where. Several may have shared the machine, or waited while others ran, so times are no
   benchmark. *epochs*: passes over the training images, fine-tuning included; "after" those of the run that a network
   went on from, which are not in its time; "of" those that the preset has, where a run had fewer. Of a posterior also
-  its iterations, one per batch.
+  its iterations, one per batch. One around MAP began with a trained network, whose epochs and time are not counted.
 - A dash is what we do not know or what does not apply.
+
+Commands are those that made the lines, at the commits in their `summary.json`; later code may come to other figures.
 """
 
 

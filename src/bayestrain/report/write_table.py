@@ -101,9 +101,9 @@ def evaluated(groups: Sequence[Group]) -> tuple[Group, Run] | None:
 def _front_caption(name: str, groups: Sequence[Group]) -> str:
     text = "Mean and standard deviation over seeds; numbers are how many times smaller than dense a network is"
     if any(group.settings.by_weight for group in groups):
-        text += ", with the weight of the prior where that decided it"
+        text += ", with the weight of the prior where no target was set"
     if any(group.settings.preset == "paper" for group in groups):
-        text += ", hollow marks are of the preset `paper`"
+        text += "; hollow marks are of the preset `paper`, but for the diamond, the paper’s dense network"
     said = {"-": "weights of the prior (solid)", ":": "targets (dotted)", "--": "runs with fewer epochs (dashed)"}
     joined = ", ".join(said[style] for style in lines_through(name, groups))
     lines = f" Lines join {joined}." if joined else ""

@@ -102,9 +102,11 @@ def _point(experiment: str, group: Group) -> Point:
     short = settings.shortened(experiment)
     marker = SEVERAL if several else SHORT if short else WHOLE
     part = f", {short} epochs" if short else ""
+    sizes = f"{count(x)} ± {count(dx)}" if dx else count(x)
+    accuracies = f"{percent(y)} ± {percent(dy)}" if dy else percent(y)
     hover = (
-        f"{group.label} ({model}, {settings.how}{part}): {count(x)} ± {count(dx)} parameters, {times}, "
-        f"{percent(y)} ± {percent(dy)}, {plural(len(group.runs), 'seed')}"
+        f"{group.label} ({model}, {settings.how}{part}): {sizes} parameters, {times}, {accuracies}, "
+        f"{plural(len(group.runs), 'seed')}"
     )
     legend = (
         f"{model}, {'posterior' if several else 'MAP'}"
