@@ -14,6 +14,7 @@ from bayestrain.prior import ALIGN_SWEEPS
 from bayestrain.sizes import tt_layers
 
 NUM_DATA = 50
+HELD = ("conv", "deep", "still")
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -33,7 +34,7 @@ class Mixed(nn.Module):
         self.dense = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # cannot be traced: batch norms are found by registration
+        if x.sum() > 0:  # cannot be traced: batch norms are found by registration, for layers that are named
             return x
         return -x
 
@@ -45,7 +46,7 @@ def mixed(seed: int = 0, **options: Any) -> tuple[Mixed, bt.RankPrior]:
     for core in model.still.cores:
         core.requires_grad_(False)
     model.dense.bias.requires_grad_(False)
-    options = {"weight": 0.7, "a": 1.3, "align_every": 0, **options}
+    options = {"weight": 0.7, "a": 1.3, "align_every": 0, "hold_scale": HELD, **options}
     prior = bt.RankPrior(model, NUM_DATA, **options)
     with torch.no_grad():
         for layer in prior.layers.values():
@@ -57,7 +58,7 @@ def mixed(seed: int = 0, **options: Any) -> tuple[Mixed, bt.RankPrior]:
         for name, buffer in model.named_buffers():
             if "running" in name:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-    assert set(prior.held) == {"conv", "deep", "still"}
+    assert set(prior.held) == set(HELD)
     return model, prior
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 import bayestrain as bt
 from bayestrain import models
-from bayestrain.batchnorm import normalised_layers
+from bayestrain.batchnorm import IdleBiases, normalised_layers
 
 
 def conv(channels: int = 8) -> bt.TTConv2d:
@@ -108,11 +110,87 @@ class Untraceable(nn.Module):
         return self.body(x) if x.sum() > 0 else self.body(-x)
 
 
-def test_an_untraceable_model_is_read_in_order_of_registration() -> None:
+def test_parts_of_an_untraceable_model_are_traced() -> None:
     model = Untraceable(conv(), nn.BatchNorm2d(8), nn.ReLU(), conv(), nn.ReLU(), nn.BatchNorm2d(8))
     assert normalised_layers(model) == {"body.0": ["body.1"]}
-    assert normalised_layers(Untraceable(conv(), nn.BatchNorm2d(7))) == {}, "sizes do not fit"
     assert normalised_layers(Untraceable(nn.Sequential(conv(), nn.BatchNorm2d(8)))) == {"body.0.0": ["body.0.1"]}
+    assert normalised_layers(Untraceable(Branching("skip"), Branching("nowhere"))) == {"body.1.conv": ["body.1.bn"]}
+
+
+def test_in_a_sequential_the_order_tells_even_if_a_part_cannot_be_traced() -> None:
+    untraceable = Untraceable(nn.ReLU())
+    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(8), untraceable)) == {"0": ["1"]}
+    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(7), untraceable)) == {}, "sizes do not fit"
+    assert normalised_layers(nn.Sequential(conv(), untraceable, nn.BatchNorm2d(8))) == {}
+
+
+def test_what_was_registered_in_order_is_only_guessed() -> None:
+    class Residual(nn.Module):
+        """The batch norm is behind the sum, so the size of the convolution matters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = conv(), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.bn(x + self.conv(x))
+            return y if y.sum() > 0 else -y
+
+    assert normalised_layers(Residual()) == {}
+    assert normalised_layers(Residual(), guess=True) == {"conv": ["bn"]}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize(("wrap", "name"), [(nn.DataParallel, "module"), (torch.compile, "_orig_mod")])
+def test_a_wrapped_model_is_the_same_model(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
+    model = nn.Sequential(Branching("nowhere"), Branching("skip"))
+    assert normalised_layers(model) == {"0.conv": ["0.bn"]}
+    assert normalised_layers(wrap(model)) == {f"{name}.0.conv": [f"{name}.0.bn"]}
+
+
+def test_a_weight_that_is_used_elsewhere_counts() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.bn = bt.TTLinear(8, 8, max_rank=2), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.bn(self.fc(x)), self.fc.weight.t())
+
+    assert normalised_layers(Tied()) == {}
+
+
+def test_hooks_at_that_place_may_use_it() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(8), conv(), nn.BatchNorm2d(8), conv(), nn.BatchNorm2d(8))
+    model[0].register_forward_hook(lambda *_: None)
+    model[3].register_forward_pre_hook(lambda *_: None)
+    assert normalised_layers(model) == {"4": ["5"]}
+
+
+def test_finding_them_leaves_nothing_behind() -> None:
+    class Watching(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(conv(), nn.BatchNorm2d(8))
+            self.register_buffer("mean", torch.ones(1))
+            self.calls, self.seen = 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean.mul_(0.9)
+            self.features: Tensor = self.body(x)
+            self.seen.append(self.features)
+            return self.features
+
+    model = Watching()
+    model(torch.randn(2, 8, 4, 4))  # its features now have a gradient, of which no copy can be made
+    features = model.features
+    assert normalised_layers(model) == {"body.0": ["body.1"]}
+    assert IdleBiases(model).names == {"body.0": ["body.1"]}
+    assert (model.calls, model.features is features, len(model.seen)) == (1, True, 1)
+    assert model.mean == 0.9
 
 
 def test_finding_them_leaves_the_model_alone() -> None:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from bonds_reference import CLOSE, NUM_DATA, assert_same, mixed, slow_log_prob, slow_step
+from bonds_reference import CLOSE, HELD, NUM_DATA, assert_same, mixed, slow_log_prob, slow_step
 from layer_kit import Calls, relative_error
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -77,7 +77,7 @@ def test_gradients_of_tied_cores_and_tied_layers_add_up() -> None:
 def test_steps_are_those_of_the_layers_one_by_one(update: str) -> None:
     model, prior = mixed(update=update)
     slow = copy.deepcopy(model)
-    slow_prior = bt.RankPrior(slow, NUM_DATA, weight=0.7, a=1.3, align_every=0, update=update)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, hold_scale=HELD, weight=0.7, a=1.3, align_every=0, update=update)
     before = copy.deepcopy(model)
     for _ in range(5):
         prior.step()
@@ -91,9 +91,9 @@ def test_steps_are_those_of_the_layers_one_by_one(update: str) -> None:
 
 @pytest.mark.parametrize("update", ["newton", "gradient"])
 def test_alignments_are_those_of_the_layers_one_by_one(update: str) -> None:
-    model, prior = mixed(update=update, align_every=1, hold_scale=["conv", "deep", "still"])
+    model, prior = mixed(update=update, align_every=1, hold_scale=HELD)
     slow = copy.deepcopy(model)
-    slow_prior = bt.RankPrior(slow, NUM_DATA, weight=0.7, a=1.3, update=update)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, hold_scale=HELD, weight=0.7, a=1.3, update=update)
     before = copy.deepcopy(model)
     for _ in range(2):
         prior.step()
@@ -142,7 +142,7 @@ def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
         for core in (*model.conv.cores, *model.two.cores):
             core.zero_()
     slow = copy.deepcopy(model)
-    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3, align_every=0, floor=0.3)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, hold_scale=HELD, a=1.3, align_every=0, floor=0.3)
     for _ in range(40):
         prior.step()
         slow_step(slow, slow_prior)
@@ -156,7 +156,7 @@ def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
 def test_a_broken_layer_does_not_touch_the_others(align: bool) -> None:
     model, prior = mixed(align_every=int(align))
     slow = copy.deepcopy(model)
-    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, hold_scale=HELD, a=1.3)
     with torch.no_grad():
         model.deep.cores[2].fill_(math.nan)
         model.three.cores[1][0, 0, 0, 0] = math.inf
@@ -208,7 +208,7 @@ def test_the_layout_follows_compaction_precision_and_loading() -> None:
         tolerance = {"rtol": 1e-4, "atol": 1e-4} if model.two.bias.dtype == torch.float32 else CLOSE
         torch.testing.assert_close(prior.log_prob(), slow_log_prob(slow, prior).to(prior.log_prob()), **tolerance)
         prior.step()
-        slow_prior = bt.RankPrior(copy.deepcopy(slow), NUM_DATA, a=1.3, align_every=0)
+        slow_prior = bt.RankPrior(copy.deepcopy(slow), NUM_DATA, hold_scale=HELD, a=1.3, align_every=0)
         slow_prior.held = {
             name: [slow.get_submodule(other) for other, norm in model.named_modules() if norm in norms]
             for name, norms in prior.held.items()
@@ -229,7 +229,7 @@ def test_very_unlike_layers_go_into_several_groups(monkeypatch: pytest.MonkeyPat
     model, prior = mixed()
     assert len(prior._groups.now()) == 5
     slow = copy.deepcopy(model)
-    slow_prior = bt.RankPrior(slow, NUM_DATA, a=1.3, align_every=0)
+    slow_prior = bt.RankPrior(slow, NUM_DATA, hold_scale=HELD, a=1.3, align_every=0)
     torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior), **CLOSE)
     prior.step()
     slow_step(slow, slow_prior)

@@ -100,6 +100,17 @@ def test_what_is_transparent_is_white_paper(tmp_path: Path) -> None:
     assert picture.pixels[0, 0, 0] == 0
 
 
+def test_black_ink_on_nothing_is_inverted_at_any_size(digit: Image.Image, tmp_path: Path) -> None:
+    ink = Image.new("LA", digit.size, 0)
+    ink.putalpha(digit)
+    for size in (digit.size, (100, 100)):
+        ink.resize(size).save(tmp_path / "a.png")
+        picture = read_picture(tmp_path / "a.png", GRAY, None)
+        assert picture.inverted
+        assert "transparent to white" in picture.changes
+        assert np.abs(picture.pixels[0].astype(int) - np.asarray(digit).astype(int)).mean() < 8
+
+
 def test_a_colour_that_is_declared_transparent_is_told_of_and_an_opaque_alpha_is_not(tmp_path: Path) -> None:
     seven = Image.new("L", (28, 28), 0)
     seven.paste(255, (8, 6, 20, 9))

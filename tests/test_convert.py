@@ -227,6 +227,24 @@ def test_svd_with_full_ranks_computes_the_same(build: Any) -> None:
     assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("build", [lambda: nn.Linear(16, 12), lambda: nn.Conv2d(16, 12, 3)])
+def test_svd_of_a_layer_that_starts_at_zero_can_train(build: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(build())
+    nn.init.zeros_(model[0].weight)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=5, init="svd"))
+    assert max(bt.ranks(model)["0"]) == 5
+    assert float(model[0].weight.detach().abs().max()) == 0
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(3):
+        (model[0].weight - 1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert all(bool(core.abs().amax(tuple(range(core.ndim - 1))).gt(0).all()) for core in model[0].cores)
+        assert float(model[0].weight.abs().max()) > 0
+
+
 def test_svd_keeps_to_its_tolerance_and_its_cap() -> None:
     model, dense = mlp(), mlp()
     model.load_state_dict(dense.state_dict())

@@ -56,6 +56,48 @@ def test_what_evaluate_returns_and_what_is_trained_on_is_checked() -> None:
         bt.fit(network(), dataset, None, settings())
 
 
+class Odd(nn.Module):
+    """A network with a mask, state of its own, and perhaps two outputs."""
+
+    mask: torch.Tensor
+
+    def __init__(self, fill: float = float("-inf"), several: bool = False) -> None:
+        super().__init__()
+        self.body, self.several = network(), several
+        self.register_buffer("mask", torch.full((40, 40), fill).triu(1))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 1}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = self.body(x)
+        return (y, y) if self.several else y
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min])
+def test_buffers_may_be_infinite_from_the_start_and_weights_never(fill: float) -> None:
+    result = bt.fit(Odd(fill), TRAIN, None, settings(epochs=1, finetune_epochs=1))
+    assert len(result.history) == 3
+    broken = Odd(fill)
+    with torch.no_grad():
+        broken.body[1].cores[0].mul_(1e30)
+    with pytest.raises(TrainingError, match="not finite"):
+        bt.fit(broken, TRAIN, None, settings(epochs=1, finetune_epochs=1))
+
+
+def test_a_posterior_may_have_such_buffers_too() -> None:
+    posterior, _ = bt.fit_posterior(bt.independent(Odd, 2), TRAIN, None, settings(epochs=1, finetune_epochs=1))
+    assert len(posterior) == 2
+
+
+def test_a_network_with_two_outputs_is_refused_in_plain_words() -> None:
+    with pytest.raises(ConfigError, match=r"The network must return one tensor, got tuple\. Wrap it"):
+        bt.fit(Odd(several=True), TRAIN, None, settings(epochs=1, finetune_epochs=1))
+
+
 def test_a_folder_is_gone_on_with_the_same_settings_and_never_overwritten(tmp_path: Path) -> None:
     config = settings(epochs=1, finetune_epochs=1)
     model = network()

@@ -304,6 +304,44 @@ def test_lambda_moves_with_the_cores_when_they_are_aligned() -> None:
     torch.testing.assert_close(model[0].rank_state.log_lambdas[0], mode[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_held_by_what_it_can_hold_exactly(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(bt.TTLinear(64, 64, max_rank=4, dtype=dtype), nn.BatchNorm1d(64)).eval()
+    prior = bt.RankPrior(model, num_data=10, align_every=0)
+    prior.step()
+    norm = float(model[0].weight.detach().float().norm())
+    x = torch.randn(16, 64).to(dtype)
+    with torch.no_grad():
+        model[1].running_mean.uniform_()
+        model[0].bias.uniform_()
+        for share in (1.01, 0.99, 3.0, 0.2):
+            for core in model[0].cores:
+                core.mul_(share)
+            before = model(x)
+            for _ in range(100):
+                prior.step()
+            model[1].eps = 0.0
+            assert (model(x) - before).abs().max() < 0.02 * before.abs().max()
+            left = float(model[0].weight.float().norm()) / norm
+            most = 1.01 * 2 ** (len(model[0].cores) / 2)  # every core is within the root of two
+            assert 1 / most < left < most
+
+
+def test_naming_a_layer_vouches_for_the_batch_norm_behind_it() -> None:
+    class Untraceable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.bn = bt.TTLinear(8, 8, max_rank=2), nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.bn(self.fc(x if x.sum() > 0 else -x))
+
+    model = Untraceable()
+    assert bt.RankPrior(model, num_data=10).held == {}
+    assert bt.RankPrior(model, num_data=10, hold_scale=["fc"]).held == {"fc": [model.bn]}
+
+
 def test_half_precision_has_a_finite_prior() -> None:
     model = nn.Sequential(bt.TTLinear(784, 625, dtype=torch.float16))
     assert torch.isfinite(bt.RankPrior(model, num_data=10).loss())

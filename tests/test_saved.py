@@ -142,6 +142,32 @@ def test_lambda_is_no_part_of_a_saved_model(tmp_path: Path) -> None:
     bt.save_model(model, tmp_path, {})
 
 
+def test_a_lazy_network_needs_its_weights_first(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(12))
+
+    x = torch.randn(3, 8)
+    model, fresh = build(), build()
+    model(x)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
+    bt.save_model(model, tmp_path)
+    with pytest.raises(bt.BayesTrainError, match=r"lazy layers without weights: 1\. Run one batch"):
+        bt.load_model(tmp_path, fresh)
+    fresh(x)
+    torch.testing.assert_close(bt.load_model(tmp_path, fresh)(x), model(x))
+
+
+def test_a_bare_layer_is_not_saved(tmp_path: Path) -> None:
+    layer = bt.TTLinear(8, 12, max_rank=3)
+    with pytest.raises(
+        bt.BayesTrainError, match=r"The model itself is a tensor-train layer.*Wrap it in nn\.Sequential"
+    ):
+        bt.save_model(layer, tmp_path)
+    bt.save_model(nn.Sequential(layer), tmp_path)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(bt.load_model(tmp_path, nn.Sequential(nn.Linear(8, 12)))(x), layer(x))
+
+
 def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no saved model.*model.json is missing"):
         bt.load_model(tmp_path)

@@ -93,6 +93,17 @@ def test_double_precision_comes_back(tmp_path: Path) -> None:
         assert torch.equal(loaded.particle(1)(x), posterior.particle(1)(x))
 
 
+def test_lambda_that_another_prior_left_goes_too(tmp_path: Path) -> None:
+    model = tensorized()
+    bt.RankPrior(model, 50)  # not removed
+    posterior = Posterior(bt.around(model, 2), 50, prior=lambda network: bt.NormalPrior(network, 50))
+    with pytest.raises(ConfigError, match=r"still carries lambda.*fix_ranks_"):
+        bt.save_posterior(posterior, tmp_path)
+    posterior.fix_ranks_()
+    bt.save_posterior(posterior, tmp_path)
+    assert len(bt.load_posterior(tmp_path, dense())) == 2
+
+
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     posterior, _ = trained()
     searching = Posterior(independent(tensorized, 2), 50)

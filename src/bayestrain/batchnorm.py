@@ -1,5 +1,6 @@
 """Layers whose output goes straight into a batch norm: the scale of their weight is free, and their bias idle."""
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.layers import TTConv2d, TTLayer
@@ -98,19 +99,42 @@ def _idle(model: nn.Module) -> tuple[dict[str, list[str]], set[int]]:
     return exact, tracer.looked_at
 
 
-def normalised_layers(model: nn.Module) -> dict[str, list[str]]:
+def normalised_layers(model: nn.Module, guess: bool = False) -> dict[str, list[str]]:
     """``{layer name: [batch norm names]}`` for every TT layer whose output is used by batch norms and nothing else.
 
-    A batch norm that is used in several places does not count: its statistics belong to more than one layer.
+    A batch norm that is used in several places does not count: its statistics belong to more than one layer. Nor does a
+    layer with hooks, or one whose weight the network itself looks at.
 
-    The model is traced symbolically. A model that cannot be traced (its forward branches on data) is searched by the
-    order of registration instead: a batch norm of matching size right behind the layer in the same parent.
+    The model is traced symbolically. Where it cannot be (its forward branches on data, or it is wrapped), its parts
+    are, each by itself. In what then is left, batch norms count that stand right behind a layer in an `nn.Sequential`;
+    with `guess` also those that were registered right behind one, which may be used elsewhere.
     """
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    return {
+        name: norms
+        for name, norms in _normalised(model, guess).items()
+        if uses[id(model.get_submodule(name))] == 1
+        and all(uses[id(model.get_submodule(norm))] == 1 for norm in norms)
+        and not model.get_submodule(name)._forward_hooks
+        and not any(model.get_submodule(norm)._forward_pre_hooks for norm in norms)
+    }
+
+
+def _normalised(model: nn.Module, guess: bool) -> dict[str, list[str]]:
+    tracer = _Tracer()
     try:
-        graph = _trace(model, _Tracer())
+        graph = _trace(model, tracer)
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
-        return _by_registration(model)
-    return _by_graph(model, graph, (TTLayer,))
+        found = _by_order(model) if guess or type(model) is nn.Sequential else {}
+        for part, module in model.named_children():
+            inside = _normalised(module, guess)
+            found |= {f"{part}.{name}": [f"{part}.{norm}" for norm in norms] for name, norms in inside.items()}
+        return found
+    return {
+        name: norms
+        for name, norms in _by_graph(model, graph, (TTLayer,)).items()
+        if not any(id(parameter) in tracer.looked_at for parameter in model.get_submodule(name).parameters())
+    }
 
 
 class _Tracer(fx.Tracer):
@@ -129,9 +153,13 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, tracer: _Tracer) -> fx.Graph:
+    """The graph of a copy, for the forward pass of a network may leave something behind. The parameters are shared."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    computed = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    shared |= {id(value): value for value in computed if not value.is_leaf}  # these cannot be copied
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return tracer.trace(model)
+        return tracer.trace(copy.deepcopy(model, shared))
 
 
 def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds) -> dict[str, list[str]]:
@@ -156,11 +184,10 @@ def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds) -> dict[str, list
     return {name: users for name, users in named.items() if users}
 
 
-def _by_registration(model: nn.Module) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for parent_name, parent in model.named_modules():
-        children = [(f"{parent_name}.{name}".lstrip("."), child) for name, child in parent.named_children()]
-        for (name, layer), (norm_name, norm) in pairwise(children):
-            if isinstance(layer, TTLayer) and isinstance(norm, _BatchNorm) and norm.num_features == layer.outputs:
-                found[name] = [norm_name]
-    return found
+def _by_order(model: nn.Module) -> dict[str, list[str]]:
+    """Children that a batch norm of their size stands right behind."""
+    return {
+        name: [norm_name]
+        for (name, layer), (norm_name, norm) in pairwise(model.named_children())
+        if isinstance(layer, TTLayer) and isinstance(norm, _BatchNorm) and norm.num_features == layer.outputs
+    }

@@ -137,9 +137,18 @@ class Bonds:
         new = torch.cat([block.reshape(-1) for block in turned]).index_select(0, self._from_blocks)
         return torch.where(finite.index_select(0, self._layer_of_entry), new.to(flat.dtype), flat)
 
-    def scaled(self, flat: Tensor, u: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """``(flat, u)`` with every layer's tensor times its factor, spread evenly over its cores and their lambda."""
-        per_core = factors**self._roots
+    def shares(self, factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Each core's share of its layer's factor, and the factors that these make, for cores of this dtype.
+
+        In half precision a share is the nearest power of two: most others would be lost when cores are rounded.
+        """
+        if dtype not in (torch.float16, torch.bfloat16):
+            return factors**self._roots, factors
+        powers = (factors.float().log2() * self._roots.float()).round()
+        return powers.exp2(), (powers / self._roots.float()).round().exp2()
+
+    def scaled(self, flat: Tensor, u: Tensor, per_core: Tensor) -> tuple[Tensor, Tensor]:
+        """``(flat, u)`` with every core of a layer and its lambda times the layer's share."""
         by_entry = per_core.index_select(0, self._layer_of_entry)
         return flat * by_entry, u + per_core.log().index_select(0, self._layer_of_lambda)
 

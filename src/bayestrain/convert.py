@@ -139,7 +139,7 @@ def tensorize_(
         elif (
             isinstance(module, nn.Linear | nn.Conv2d)
             and type(module) not in (nn.Linear, nn.Conv2d)
-            and not _lazy(module)
+            and not is_lazy(module)
         ):
             kept.append((name, f"{type(module).__name__} is a subclass whose users may rely on .weight"))
         else:
@@ -184,7 +184,8 @@ def _is_candidate(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d) or quantised
 
 
-def _lazy(module: nn.Module) -> bool:
+def is_lazy(module: nn.Module) -> bool:
+    """Whether it has no weights before its first batch."""
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
@@ -209,7 +210,7 @@ def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[s
             "the model itself is the layer and cannot be replaced in place",
             "Wrap it in nn.Sequential, or use TTLinear.from_dense / TTConv2d.from_dense.",
         )
-    if _lazy(module):
+    if is_lazy(module):
         raise refuse("it is lazy and has no weights yet", "Run one batch through the model first.")
     weight = getattr(module, "weight", None)
     plain = type(weight) is nn.Parameter and weight.is_floating_point()

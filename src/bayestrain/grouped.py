@@ -70,7 +70,8 @@ class Group:
             return
         norm, factor = scale or self.scale()
         held = [state.held_norm for state in self.states]
-        flat, u = self.bonds.scaled(join(self.cores), join(self.log_lambdas), factor)
+        per_core, factor = self.bonds.shares(factor, self.cores[0].dtype)
+        flat, u = self.bonds.scaled(join(self.cores), join(self.log_lambdas), per_core)
         copy_(held, pieces(norm, held))
         copy_(self.log_lambdas, pieces(u, self.log_lambdas))
         kept = self.layout.core_is_held

@@ -62,9 +62,11 @@ class RankPrior:
         other_variance: prior variance of all parameters outside of TT cores.
         start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a batch norm behind them makes it free;
-            "auto" finds them. Their cores are rescaled together, with lambda, the bias and the running statistics of
-            the batch norm found behind them, so that the network computes the same. Naming a layer vouches for it:
-            where no batch norm is found, only the layer itself is rescaled.
+            "auto" finds those of which that is certain. Their cores are rescaled together, with lambda, the bias and
+            the running statistics of the batch norm found behind them, so that the network computes the same. (In half
+            precision by powers of two, for all else would be rounded.) Naming a layer vouches for it, and in networks
+            that cannot be traced for a batch norm registered right behind it: where none is found, only the layer
+            itself is rescaled.
         align_every: every so many steps the rank indices of all layers are turned to the singular directions of their
             bonds (`gauge.align`), where lambda can see single singular values. The network does not change; ranks are
             found sooner and more surely. 0 switches it off.
@@ -359,7 +361,7 @@ def _norms_to_hold(
     model: nn.Module, layers: dict[str, TTLayer], hold_scale: str | Iterable[str]
 ) -> dict[str, list[_BatchNorm]]:
     """The layers to hold, each with the batch norms behind it."""
-    found = normalised_layers(model)
+    found = normalised_layers(model, guess=hold_scale != "auto")
     if hold_scale == "auto":
         wanted = set(found)
     else:

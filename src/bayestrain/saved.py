@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain import models
-from bayestrain.convert import replace_layers
+from bayestrain.convert import is_lazy, replace_layers
 from bayestrain.errors import ConfigError, DataError
 from bayestrain.files import write_atomically
 from bayestrain.layers import TTConv2d, TTLayer, TTLinear
@@ -179,6 +179,11 @@ def _likelihood(folder: Path, about: Mapping[str, Any] | None) -> Likelihood:
 
 def _description(model: nn.Module, about: Mapping[str, Any]) -> str:
     layers = tt_layers(model)
+    if "" in layers:
+        raise ConfigError(
+            "The model itself is a tensor-train layer, which could not be put into a dense network again. Wrap it in "
+            "nn.Sequential, then save that."
+        )
     if any(layer.rank_state is not None for layer in layers.values()):
         raise ConfigError(
             "The model still carries lambda. Call prior.remove_() before saving it for use, "
@@ -209,6 +214,10 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module | No
         originals = {name: model.get_submodule(name) for name in description["layers"]}
     except AttributeError as error:
         raise ConfigError(f"The network given is not the one that was saved in {folder}: {error}.") from error
+    if lazy := [name for name, layer in originals.items() if is_lazy(layer)]:
+        raise ConfigError(
+            f"The network given has lazy layers without weights: {', '.join(lazy)}. Run one batch through it first."
+        )
     try:
         layers = {originals[name]: _build(about) for name, about in description["layers"].items()}
     except (KeyError, TypeError, ValueError) as error:

@@ -31,7 +31,8 @@ def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None) -
         path: any format Pillow reads.
         shape: of the network's images; 1 channel is gray, 3 are red, green and blue.
         invert: swap dark and bright, or not; None decides for gray networks, which were trained on bright things on
-            black: a picture of another size whose edge is bright is inverted. `Picture.inverted` says so.
+            black: a picture whose edge is bright is inverted, unless it has the network's size, as theirs had, and
+            nothing transparent. `Picture.inverted` says so.
     """
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
@@ -41,12 +42,14 @@ def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None) -
     changes = []
     if image.mode != mode:
         changes.append(f"{image.mode} to {mode}")
-    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+    transparent = image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255)
+    if transparent:
         changes.append("transparent to white")
     ready = image.size == (width, height)
     image = _plain(image, mode)
     if invert is None:
-        invert = channels == 1 and not ready and int(np.median(_edge(image))) > BRIGHT
+        own = ready and not transparent
+        invert = channels == 1 and not own and int(np.median(_edge(image))) > BRIGHT
     if not ready:
         changes.insert(0, f"{image.width}x{image.height} to {width}x{height}")
         background = tuple(int(level) for level in np.median(_edge(image), axis=0))

@@ -245,6 +245,12 @@ class TTLayer(nn.Module, ABC):
             core.requires_grad_(dense.weight.requires_grad)
         return self.train(dense.training)
 
+    @torch.no_grad()
+    def zero_(self) -> Self:
+        """Make the weight zero by its last core alone: through the others, which are not, it can train."""
+        self.cores[-1].zero_()
+        return self
+
     def attach_rank_state(self) -> RankState:
         """Give the layer its ``lambda``, unless it has one."""
         if self.rank_state is None:

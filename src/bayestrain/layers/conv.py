@@ -115,12 +115,17 @@ class TTConv2d(TTLayer):
         max_rank: int | Sequence[int] | None = None,
         tol: float = 0.0,
     ) -> Self:
-        """The layer's own kernel by TT-SVD, to relative error `tol` and at most `max_rank`."""
+        """The layer's own kernel by TT-SVD, to relative error `tol` and at most `max_rank`.
+
+        One that is all zeros has no ranks of its own and gets `max_rank`, or 20, to train with.
+        """
         check_dense(dense, nn.Conv2d)
         weight = dense.weight.detach()
         outs_in, ins_in = dense.out_channels, weight.shape[1]
         ins = _channel_modes(ins_in, in_modes, "in_modes")
         outs = _channel_modes(outs_in, out_modes, "out_modes")
+        if not bool(weight.any()):  # which says nothing of ranks
+            return cls.like(dense, ins, outs, 20 if max_rank is None else max_rank).zero_()
         kernel = weight.flatten(2).permute(2, 1, 0)  # (t, C, S)
         kernel = F.pad(kernel, (0, math.prod(outs) - outs_in, 0, math.prod(ins) - ins_in))
         cores = tt.tt_svd(kernel.reshape(kernel.shape[0], *ins, *outs), tol, max_rank)

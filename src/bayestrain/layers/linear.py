@@ -81,10 +81,15 @@ class TTLinear(TTLayer):
         max_rank: int | Sequence[int] | None = None,
         tol: float = 0.0,
     ) -> Self:
-        """The layer's own weight by TT-SVD, to relative error `tol` and at most `max_rank`."""
+        """The layer's own weight by TT-SVD, to relative error `tol` and at most `max_rank`.
+
+        One that is all zeros has no ranks of its own and gets `max_rank`, or 20, to train with.
+        """
         check_dense(dense, nn.Linear)
         weight = dense.weight.detach()
         ins, outs = linear_modes(dense.in_features, dense.out_features, in_modes, out_modes)
+        if not bool(weight.any()):  # which says nothing of ranks
+            return cls.like(dense, ins, outs, 20 if max_rank is None else max_rank).zero_()
         padded = F.pad(weight, (0, math.prod(ins) - weight.shape[1], 0, math.prod(outs) - weight.shape[0]))
         three_way = tt.tt_svd(tt.matrix_to_tensor(padded, outs, ins), tol, max_rank)
         cores = [

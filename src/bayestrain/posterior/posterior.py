@@ -309,8 +309,10 @@ class Posterior(ParticleModel):
         fixed = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
         if isinstance(prior, RankPrior):
             prior.remove_()
-            for name in [name for name in self.carried if ".rank_state." in name]:
-                del self.carried[name]
+        for layer in tt_layers(self.template).values():
+            layer.rank_state = None  # left by a prior that the particles never had
+        for name in [name for name in self.carried if ".rank_state." in name]:
+            del self.carried[name]
         self.joint.prior = fixed
         self.method.restart_optimizer()
         self._estimate = None

@@ -58,6 +58,8 @@ class ParticleSubject(Subject):
         self.channels_last = wants_channels_last(posterior.template, posterior.device)
         self.own_ranks: dict[str, list[list[int]]] = {}
         """What each particle alone would have been rounded to, just before all were."""
+        self._infinite = {name for name, t in posterior.carried.items() if not bool(torch.isfinite(t).all())}
+        """Buffers that are so by intention, as masks are."""
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
@@ -138,7 +140,8 @@ class ParticleSubject(Subject):
 
     def mend(self) -> list[str]:
         posterior = self.posterior
-        tensors = (*posterior.particles.values(), *posterior.carried.values(), posterior.outputs(self.probe))
+        buffers = (tensor for name, tensor in posterior.carried.items() if name not in self._infinite)
+        tensors = (*posterior.particles.values(), *buffers, posterior.outputs(self.probe))
         sane = torch.stack([tensor.detach().flatten(1).isfinite().all(1) for tensor in tensors if tensor.ndim > 1])
         broken = (~sane.all(0)).nonzero().flatten().tolist()
         if not broken:

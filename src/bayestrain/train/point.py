@@ -14,7 +14,7 @@ from bayestrain import tt
 from bayestrain.batchnorm import IdleBiases
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import TrainingError
+from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.forming import FormTogether
 from bayestrain.infer.method import load_optimizer, set_lr
 from bayestrain.prior import Prior, RankPrior
@@ -49,6 +49,8 @@ class Point(Subject):
         self._weight: Tensor | None = torch.zeros((), device=device) if device.type == "cuda" else None
         """The prior's weight of this step, where a captured step reads it."""
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._infinite = {name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())}
+        """Buffers that are so by intention, as masks are."""
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
@@ -82,6 +84,11 @@ class Point(Subject):
         with products(self.config.precision, self.device), self.forming(), self.idle():
             with lowered(self.config.precision, self.device):
                 outputs = self.model(self.arrange(x))
+            if not isinstance(outputs, Tensor):
+                kind = type(outputs).__name__
+                raise ConfigError(
+                    f"The network must return one tensor, got {kind}. Wrap it in a module that picks one."
+                )
             data = self.loss(outputs.float(), y)
             data.backward()
         data = data.detach()
@@ -169,7 +176,9 @@ class Point(Subject):
 
     def mend(self) -> list[str]:
         # The prior is made of squares: weights so large that these are infinite are lost as well.
-        if not all(bool(torch.isfinite(value.square().sum())) for value in self.model.state_dict().values()):
+        weights = (parameter.detach().square().sum() for parameter in self.model.parameters())
+        buffers = (buffer for name, buffer in self.model.named_buffers() if name not in self._infinite)
+        if not all(bool(torch.isfinite(value).all()) for values in (weights, buffers) for value in values):
             raise TrainingError("a weight")
         return []
 
