@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain import models
 from bayestrain.batchnorm import IdleBiases, normalised_layers
+from bayestrain.errors import HoldWarning
 
 
 def conv(channels: int = 8) -> bt.TTConv2d:
@@ -21,7 +23,7 @@ def conv(channels: int = 8) -> bt.TTConv2d:
 def test_the_cnn() -> None:
     model = models.cifar10_cnn()
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
-    assert normalised_layers(model) == {"conv1": ["bn1"], "conv2": ["bn2"], "conv3": ["bn3"], "conv4": ["bn4"]}
+    assert normalised_layers(model).seen == {"conv1": ["bn1"], "conv2": ["bn2"], "conv3": ["bn3"], "conv4": ["bn4"]}
 
 
 def test_a_residual_network() -> None:
@@ -29,24 +31,24 @@ def test_a_residual_network() -> None:
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
     blocks = [f"stack{k}.{i}" for k in (1, 2, 3) for i in (0, 1)]
     expected = {f"{block}.conv{n}": [f"{block}.bn{n}"] for block in blocks for n in (1, 2)}
-    found = normalised_layers(model)
+    found = normalised_layers(model).seen
     assert found == {"stem.conv": ["stem.bn"]} | expected
     assert {"stack2.0.shortcut", "fc"} <= bt.ranks(model).keys() - found.keys(), "these matter as they are"
 
 
 def test_a_dense_layer_is_none_of_ours() -> None:
-    assert normalised_layers(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))) == {}
+    assert normalised_layers(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))).seen == {}
 
 
 def test_an_activation_between_makes_the_scale_matter() -> None:
-    assert normalised_layers(nn.Sequential(conv(), nn.ReLU(), nn.BatchNorm2d(8))) == {}
-    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU())) == {"0": ["1"]}
-    assert normalised_layers(nn.Sequential(nn.BatchNorm2d(8), conv())) == {}
+    assert normalised_layers(nn.Sequential(conv(), nn.ReLU(), nn.BatchNorm2d(8))).seen == {}
+    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU())).seen == {"0": ["1"]}
+    assert normalised_layers(nn.Sequential(nn.BatchNorm2d(8), conv())).seen == {}
 
 
 def test_linear_layers_count_too() -> None:
     model = nn.Sequential(bt.TTLinear(12, 8, max_rank=2), nn.BatchNorm1d(8), nn.ReLU(), bt.TTLinear(8, 4, max_rank=2))
-    assert normalised_layers(model) == {"0": ["1"]}
+    assert normalised_layers(model).seen == {"0": ["1"]}
 
 
 class Branching(nn.Module):
@@ -87,7 +89,7 @@ class Branching(nn.Module):
 def test_every_use_of_the_output_counts(extra: str, expected: dict[str, list[str]]) -> None:
     model = Branching(extra)
     model(torch.randn(2, 8, 4, 4))
-    assert normalised_layers(model) == expected
+    assert normalised_layers(model).seen == expected
 
 
 def test_an_output_that_leaves_the_model_is_used() -> None:
@@ -96,7 +98,7 @@ def test_an_output_that_leaves_the_model_is_used() -> None:
             y = self.conv(x)
             return self.bn(y), y
 
-    assert normalised_layers(Both("nowhere")) == {}
+    assert normalised_layers(Both("nowhere")).seen == {}
 
 
 class Untraceable(nn.Module):
@@ -112,16 +114,18 @@ class Untraceable(nn.Module):
 
 def test_parts_of_an_untraceable_model_are_traced() -> None:
     model = Untraceable(conv(), nn.BatchNorm2d(8), nn.ReLU(), conv(), nn.ReLU(), nn.BatchNorm2d(8))
-    assert normalised_layers(model) == {"body.0": ["body.1"]}
-    assert normalised_layers(Untraceable(nn.Sequential(conv(), nn.BatchNorm2d(8)))) == {"body.0.0": ["body.0.1"]}
-    assert normalised_layers(Untraceable(Branching("skip"), Branching("nowhere"))) == {"body.1.conv": ["body.1.bn"]}
+    assert normalised_layers(model).seen == {"body.0": ["body.1"]}
+    assert normalised_layers(Untraceable(nn.Sequential(conv(), nn.BatchNorm2d(8)))).seen == {"body.0.0": ["body.0.1"]}
+    assert normalised_layers(Untraceable(Branching("skip"), Branching("nowhere"))).seen == {
+        "body.1.conv": ["body.1.bn"]
+    }
 
 
 def test_in_a_sequential_the_order_tells_even_if_a_part_cannot_be_traced() -> None:
     untraceable = Untraceable(nn.ReLU())
-    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(8), untraceable)) == {"0": ["1"]}
-    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(7), untraceable)) == {}, "sizes do not fit"
-    assert normalised_layers(nn.Sequential(conv(), untraceable, nn.BatchNorm2d(8))) == {}
+    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(8), untraceable)).seen == {"0": ["1"]}
+    assert normalised_layers(nn.Sequential(conv(), nn.BatchNorm2d(7), untraceable)).seen == {}, "sizes do not fit"
+    assert normalised_layers(nn.Sequential(conv(), untraceable, nn.BatchNorm2d(8))).seen == {}
 
 
 def test_what_was_registered_in_order_is_only_guessed() -> None:
@@ -136,16 +140,18 @@ def test_what_was_registered_in_order_is_only_guessed() -> None:
             y: Tensor = self.bn(x + self.conv(x))
             return y if y.sum() > 0 else -y
 
-    assert normalised_layers(Residual()) == {}
-    assert normalised_layers(Residual(), guess=True) == {"conv": ["bn"]}
+    assert normalised_layers(Residual()).seen == {}
+    with pytest.warns(HoldWarning, match=r"outputs of conv could not be seen.*hold_scale=\['conv'\]"):
+        assert bt.RankPrior(Residual(), num_data=10).held == {}
+    assert normalised_layers(Residual()).doubtful == {"conv": ["bn"]}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch itself
 @pytest.mark.parametrize(("wrap", "name"), [(nn.DataParallel, "module"), (torch.compile, "_orig_mod")])
 def test_a_wrapped_model_is_the_same_model(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
     model = nn.Sequential(Branching("nowhere"), Branching("skip"))
-    assert normalised_layers(model) == {"0.conv": ["0.bn"]}
-    assert normalised_layers(wrap(model)) == {f"{name}.0.conv": [f"{name}.0.bn"]}
+    assert normalised_layers(model).seen == {"0.conv": ["0.bn"]}
+    assert normalised_layers(wrap(model)).seen == {f"{name}.0.conv": [f"{name}.0.bn"]}
 
 
 def test_a_weight_that_is_used_elsewhere_counts() -> None:
@@ -157,14 +163,60 @@ def test_a_weight_that_is_used_elsewhere_counts() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(self.bn(self.fc(x)), self.fc.weight.t())
 
-    assert normalised_layers(Tied()) == {}
+    found = normalised_layers(Tied())
+    assert (found.seen, found.doubtful) == ({}, {})
+
+
+def test_cores_that_are_shared_count() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU(), conv())
+    assert normalised_layers(model).seen == {"0": ["1"]}
+    model[3].cores = model[0].cores
+    assert normalised_layers(model).seen == {}
+
+
+def test_a_module_under_two_names_is_one_module() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Branching("nowhere"), Branching("skip")
+            self.stages = nn.ModuleList([self.first, self.second])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for stage in self.stages:
+                x = stage(x)
+            return x
+
+    assert normalised_layers(Twice()).seen == {"first.conv": ["first.bn"]}
+    assert normalised_layers(Untraceable(Twice())).seen == {"body.0.first.conv": ["body.0.first.bn"]}
+    shared = nn.BatchNorm2d(8)
+    parts = Untraceable(nn.Sequential(conv(), shared), nn.Sequential(conv(), shared), Untraceable(nn.ReLU()))
+    assert normalised_layers(parts).seen == {}, "the statistics are those of two layers"
+
+
+def test_flags_are_as_they_are_by_default() -> None:
+    class Flagged(Branching):
+        def forward(self, x: Tensor, features: bool = False, scale: float | None = None) -> Tensor:
+            y: Tensor = self.bn(self.conv(x))
+            return y if features else y.mean((2, 3)) * (1.0 if scale is None else scale)
+
+    assert normalised_layers(Flagged("nowhere")).seen == {"conv": ["bn"]}
+
+
+def test_what_cannot_be_copied_is_no_hindrance() -> None:
+    model = Branching("nowhere")
+    model.lock, model.history = threading.Lock(), []  # type: ignore[assignment]
+    model.history.append(model(torch.randn(2, 8, 4, 4)))  # type: ignore[operator, union-attr]
+    assert normalised_layers(model).seen == {"conv": ["bn"]}
+    assert IdleBiases(model).names == {"conv": ["bn"]}
 
 
 def test_hooks_at_that_place_may_use_it() -> None:
     model = nn.Sequential(conv(), nn.BatchNorm2d(8), conv(), nn.BatchNorm2d(8), conv(), nn.BatchNorm2d(8))
     model[0].register_forward_hook(lambda *_: None)
     model[3].register_forward_pre_hook(lambda *_: None)
-    assert normalised_layers(model) == {"4": ["5"]}
+    found = normalised_layers(model)
+    assert found.seen == {"4": ["5"]}
+    assert found.doubtful == {"0": ["1"], "2": ["3"]}
 
 
 def test_finding_them_leaves_nothing_behind() -> None:
@@ -187,7 +239,7 @@ def test_finding_them_leaves_nothing_behind() -> None:
     model = Watching()
     model(torch.randn(2, 8, 4, 4))  # its features now have a gradient, of which no copy can be made
     features = model.features
-    assert normalised_layers(model) == {"body.0": ["body.1"]}
+    assert normalised_layers(model).seen == {"body.0": ["body.1"]}
     assert IdleBiases(model).names == {"body.0": ["body.1"]}
     assert (model.calls, model.features is features, len(model.seen)) == (1, True, 1)
     assert model.mean == 0.9

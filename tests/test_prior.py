@@ -12,6 +12,7 @@ from torch.distributions import Normal
 
 import bayestrain as bt
 from bayestrain import shrinkage, tt
+from bayestrain.errors import HoldWarning
 
 
 def small_model() -> nn.Sequential:
@@ -338,8 +339,17 @@ def test_naming_a_layer_vouches_for_the_batch_norm_behind_it() -> None:
             return self.bn(self.fc(x if x.sum() > 0 else -x))
 
     model = Untraceable()
-    assert bt.RankPrior(model, num_data=10).held == {}
+    with pytest.warns(HoldWarning, match="outputs of fc could not be seen"):
+        assert bt.RankPrior(model, num_data=10).held == {}
     assert bt.RankPrior(model, num_data=10, hold_scale=["fc"]).held == {"fc": [model.bn]}
+
+
+def test_naming_a_layer_with_a_hook_takes_its_batch_norm_along() -> None:
+    model = conv_model()
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(HoldWarning, match="outputs of 0 could not be seen"):
+        assert bt.RankPrior(model, num_data=10).held == {}
+    assert bt.RankPrior(model, num_data=10, hold_scale=["0"]).held == {"0": [model[1]]}
 
 
 def test_half_precision_has_a_finite_prior() -> None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from bayestrain.cli.app import app
 from bayestrain.errors import ReportError
-from bayestrain.report import write_table
+from bayestrain.report import groups, write_table
+from bayestrain.train import config as config_module
 
 
 @pytest.fixture
@@ -272,6 +273,7 @@ def test_a_fault_is_one_clear_sentence_and_nothing_is_written(fault: Any, words:
 
 
 def test_seeds_may_differ_in_what_does_not_matter(tmp_path: Path) -> None:
+    assert groups.IMMATERIAL == config_module.IMMATERIAL
     folder = group(tmp_path, "pair", [{}, {}])
     config = folder / "seed-1" / "config.toml"
     before = config.read_text()

@@ -1,15 +1,17 @@
 """Layers whose output goes straight into a batch norm: the scale of their weight is free, and their bias idle."""
 
 import copy
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.layers import TTConv2d, TTLayer
@@ -93,54 +95,88 @@ class IdleBiases:
 
 def _idle(model: nn.Module) -> tuple[dict[str, list[str]], set[int]]:
     """Convolutions that only batch norms follow, with these; and the parameters that the model itself looks at."""
-    tracer = _Tracer()
+    tracer = _Tracer(set())
     found = _by_graph(model, _trace(model, tracer), (TTConv2d, nn.Conv2d))
     exact = {name: norms for name, norms in found.items() if type(model.get_submodule(name)) in (TTConv2d, nn.Conv2d)}
     return exact, tracer.looked_at
 
 
-def normalised_layers(model: nn.Module, guess: bool = False) -> dict[str, list[str]]:
-    """``{layer name: [batch norm names]}`` for every TT layer whose output is used by batch norms and nothing else.
+@dataclass(frozen=True)
+class Normalised:
+    """TT layers whose output is used by batch norms and nothing else, each with the names of these."""
+
+    seen: dict[str, list[str]]
+    """Those of which that was seen."""
+    doubtful: dict[str, list[str]]
+    """Those that stand before a batch norm where the network could not be traced, or that have hooks there."""
+
+
+def normalised_layers(model: nn.Module) -> Normalised:
+    """The layers of `model` whose scale is free, because batch norms alone see it.
 
     A batch norm that is used in several places does not count: its statistics belong to more than one layer. Nor does a
-    layer with hooks, or one whose weight the network itself looks at.
+    layer whose weight the network looks at by itself, or shares.
 
-    The model is traced symbolically. Where it cannot be (its forward branches on data, or it is wrapped), its parts
-    are, each by itself. In what then is left, batch norms count that stand right behind a layer in an `nn.Sequential`;
-    with `guess` also those that were registered right behind one, which may be used elsewhere.
+    The model is traced symbolically, as called with its defaults if need be. Where it cannot be (its forward branches
+    on data, or it is wrapped), its parts are, each by itself. In what then is left, batch norms count that stand right
+    behind a layer in an `nn.Sequential`; those that were only registered right behind one may be used elsewhere.
     """
-    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    return {
-        name: norms
-        for name, norms in _normalised(model, guess).items()
-        if uses[id(model.get_submodule(name))] == 1
-        and all(uses[id(model.get_submodule(norm))] == 1 for norm in norms)
-        and not model.get_submodule(name)._forward_hooks
-        and not any(model.get_submodule(norm)._forward_pre_hooks for norm in norms)
+    looked_at: set[int] = set()
+    seen, doubtful = _normalised(model, looked_at)
+    owners = _owners(model)
+    elsewhere = {
+        name
+        for name in (*seen, *doubtful)
+        for parameter in model.get_submodule(name).parameters()
+        if id(parameter) in looked_at or owners[id(parameter)] > 1
     }
+    hooked = {
+        name
+        for name, norms in seen.items()
+        if model.get_submodule(name)._forward_hooks
+        or any(model.get_submodule(norm)._forward_pre_hooks for norm in norms)
+    }
+    return Normalised(
+        {name: norms for name, norms in seen.items() if name not in elsewhere | hooked},
+        {name: norms for name, norms in (doubtful | seen).items() if name in doubtful.keys() | hooked - elsewhere},
+    )
 
 
-def _normalised(model: nn.Module, guess: bool) -> dict[str, list[str]]:
-    tracer = _Tracer()
+def _normalised(model: nn.Module, looked_at: set[int]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """What was seen and what is doubtful; parameters that forward passes have asked for are added to `looked_at`."""
+    tracer = _Tracer(looked_at)
     try:
-        graph = _trace(model, tracer)
+        return _by_graph(model, _trace(model, tracer), (TTLayer,)), {}
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
-        found = _by_order(model) if guess or type(model) is nn.Sequential else {}
-        for part, module in model.named_children():
-            inside = _normalised(module, guess)
-            found |= {f"{part}.{name}": [f"{part}.{norm}" for norm in norms] for name, norms in inside.items()}
-        return found
-    return {
+        in_order = _by_order(model)
+    seen, doubtful = (in_order, {}) if type(model) is nn.Sequential else ({}, in_order)
+    parts = Counter(id(module) for part in model.children() for module in part.modules())
+    for part, module in model.named_children():
+        for found, inside in zip((seen, doubtful), _normalised(module, looked_at), strict=True):
+            for name, norms in inside.items():
+                found[f"{part}.{name}"] = [f"{part}.{norm}" for norm in norms]
+    alone = {
         name: norms
-        for name, norms in _by_graph(model, graph, (TTLayer,)).items()
-        if not any(id(parameter) in tracer.looked_at for parameter in model.get_submodule(name).parameters())
+        for name, norms in seen.items()
+        if all(parts[id(model.get_submodule(each))] == 1 for each in (name, *norms))
     }
+    return alone, doubtful | {name: norms for name, norms in seen.items() if name not in alone}
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by identity; cores belong to their layers."""
+    return Counter(
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.ParameterList)
+        for parameter in module.parameters(recurse=isinstance(module, TTLayer))
+    )
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self) -> None:
+    def __init__(self, looked_at: set[int]) -> None:
         super().__init__()
-        self.looked_at: set[int] = set()
+        self.looked_at = looked_at
         """Parameters, by identity, that code outside of the layers has asked for."""
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -153,13 +189,47 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, tracer: _Tracer) -> fx.Graph:
-    """The graph of a copy, for the forward pass of a network may leave something behind. The parameters are shared."""
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    computed = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    shared |= {id(value): value for value in computed if not value.is_leaf}  # these cannot be copied
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _undisturbed(model):
         warnings.simplefilter("ignore")
-        return tracer.trace(copy.deepcopy(model, shared))
+        try:
+            return tracer.trace(model)
+        except Exception:
+            fixed = {
+                name: parameter.default
+                for name, parameter in inspect.signature(model.forward).parameters.items()
+                if parameter.default is None or isinstance(parameter.default, bool | int | float | str)
+            }
+            if not fixed:
+                raise
+            return tracer.trace(model, fixed)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Afterwards the attributes and buffers of all modules are what they were: a forward pass may leave its marks."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    inside = [
+        (value, copy.copy(value))
+        for _, attributes in before
+        for value in attributes.values()
+        if isinstance(value, list | dict | set)
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            own = vars(module)
+            for name in [name for name in own if name not in attributes]:
+                del own[name]
+            own.update(attributes)
+        for held, content in inside:
+            held.clear()
+            held.extend(content) if isinstance(held, list) else held.update(content)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds) -> dict[str, list[str]]:

@@ -346,8 +346,12 @@ def vanished(model: nn.Module, norms: Mapping[str, Sequence[float]]) -> dict[str
         for name, each in norms.items()
         if layers[name].rank_state is not None
     }
-    free = normalised_layers(model) if any(found.values()) else {}
-    return {name: which for name, which in found.items() if which and name not in free}
+    if not any(found.values()):
+        return {}
+    free = normalised_layers(model)
+    return {
+        name: which for name, which in found.items() if which and name not in free.seen and name not in free.doubtful
+    }
 
 
 def vanished_note(name: str, where: str = "") -> str:

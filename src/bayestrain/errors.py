@@ -44,5 +44,9 @@ class ParticleWarning(UserWarning):
     """Particles of a posterior need a look: one is broken, or all have become one."""
 
 
+class HoldWarning(UserWarning):
+    """Layers stand before a batch norm, but it is not certain that their scale is free."""
+
+
 class CaptureWarning(UserWarning):
     """A training step cannot be captured in a CUDA graph; training goes on, slower."""

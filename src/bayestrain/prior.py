@@ -1,6 +1,7 @@
 """`RankPrior`: the prior over a model's weights that lets tensor-train ranks choose themselves."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayestrain import shrinkage, tt
 from bayestrain.batchnorm import normalised_layers
 from bayestrain.bonds import copy_, join, pieces
-from bayestrain.errors import ConfigError
+from bayestrain.errors import ConfigError, HoldWarning
 from bayestrain.grouped import Group, Groups, Scale
 from bayestrain.layers import TTLayer
 from bayestrain.layers.base import own_precision
@@ -62,11 +63,11 @@ class RankPrior:
         other_variance: prior variance of all parameters outside of TT cores.
         start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a batch norm behind them makes it free;
-            "auto" finds those of which that is certain. Their cores are rescaled together, with lambda, the bias and
-            the running statistics of the batch norm found behind them, so that the network computes the same. (In half
-            precision by powers of two, for all else would be rounded.) Naming a layer vouches for it, and in networks
-            that cannot be traced for a batch norm registered right behind it: where none is found, only the layer
-            itself is rescaled.
+            "auto" finds those of which that can be seen, and warns of others. Their cores are rescaled together, with
+            lambda, the bias and the running statistics of the batch norm found behind them, so that the network
+            computes the same. (In half precision by powers of two, for all else would be rounded.) Naming a layer
+            vouches for it, and for a batch norm registered right behind it where the network cannot be traced; where
+            none is found, only the layer itself is rescaled.
         align_every: every so many steps the rank indices of all layers are turned to the singular directions of their
             bonds (`gauge.align`), where lambda can see single singular values. The network does not change; ranks are
             found sooner and more surely. 0 switches it off.
@@ -361,9 +362,17 @@ def _norms_to_hold(
     model: nn.Module, layers: dict[str, TTLayer], hold_scale: str | Iterable[str]
 ) -> dict[str, list[_BatchNorm]]:
     """The layers to hold, each with the batch norms behind it."""
-    found = normalised_layers(model, guess=hold_scale != "auto")
+    normalised = normalised_layers(model)
+    found = {**normalised.doubtful, **normalised.seen}
     if hold_scale == "auto":
-        wanted = set(found)
+        wanted = set(normalised.seen)
+        if doubtful := [name for name in layers if name in normalised.doubtful]:
+            warnings.warn(
+                f"Whether batch norms alone see the outputs of {', '.join(doubtful)} could not be seen, so their scale "
+                f"is not held. If they do, name them: hold_scale={[name for name in layers if name in found]}.",
+                HoldWarning,
+                stacklevel=3,
+            )
     else:
         wanted = {hold_scale} if isinstance(hold_scale, str) else set(hold_scale)
         if unknown := wanted - set(layers):

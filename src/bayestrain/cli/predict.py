@@ -26,7 +26,7 @@ def predict(
         typer.Option(
             "--invert/--no-invert",
             help="Swap dark and bright. MNIST's digits are white on black; a scan on paper wants this.",
-            show_default="if the edge is bright, the network gray and the picture of another size; the answer says so",
+            show_default="if the edge is bright and the network gray, unless it has that size; the answer says so",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON array, with every class's probability.")] = False,

@@ -15,10 +15,12 @@ from bayestrain.report.load import load_run
 from bayestrain.report.paper import PAPER
 from bayestrain.report.reading import as_number, read_json
 from bayestrain.report.run import Run
-from bayestrain.train.config import IMMATERIAL
 
 KINDS = {"dense": "BNN", "tensorized": "BTNN", "low-rank": "LR-BTNN"}
 """What is trained, in the paper's words and in the order of the table."""
+
+IMMATERIAL = ("data.folder", "fit.checkpoint_every", "fit.tensorboard")
+"""Settings that seeds of one group may differ in: those of `bayestrain.train.config`."""
 
 AGAIN = "Gather it again with tools/run_seeds.py, or remove the folder."
 SCRATCH = re.compile(

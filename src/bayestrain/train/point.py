@@ -49,8 +49,8 @@ class Point(Subject):
         self._weight: Tensor | None = torch.zeros((), device=device) if device.type == "cuda" else None
         """The prior's weight of this step, where a captured step reads it."""
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._infinite = {name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())}
-        """Buffers that are so by intention, as masks are."""
+        self._buffers = {name for name, buffer in model.named_buffers() if _finite(buffer)}
+        """Those that must stay finite; masks may have infinities from the start."""
 
     @property
     def searching(self) -> bool:  # type: ignore[override]
@@ -177,8 +177,8 @@ class Point(Subject):
     def mend(self) -> list[str]:
         # The prior is made of squares: weights so large that these are infinite are lost as well.
         weights = (parameter.detach().square().sum() for parameter in self.model.parameters())
-        buffers = (buffer for name, buffer in self.model.named_buffers() if name not in self._infinite)
-        if not all(bool(torch.isfinite(value).all()) for values in (weights, buffers) for value in values):
+        buffers = (buffer for name, buffer in self.model.named_buffers() if name in self._buffers)
+        if not all(_finite(value) for values in (weights, buffers) for value in values):
             raise TrainingError("a weight")
         return []
 
@@ -206,6 +206,11 @@ class Point(Subject):
         self.capture.forget()
         if self.prior is not None:
             self.prior.load_state_dict(state["prior"])
+
+
+def _finite(value: Tensor) -> bool:
+    """Whether all of it is; of what is not dense, nothing is known."""
+    return value.layout == torch.strided and bool(torch.isfinite(value).all())
 
 
 def _size(layer: nn.Module) -> float:
