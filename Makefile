@@ -73,6 +73,12 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	  --from 'results/cifar10-resnet110/x7/seed-{seed}' --set fit.epochs=4 --set fit.finetune_epochs=4 \
 	  --set fit.lr=2e-3 --set fit.lr_warmup_epochs=0.25 --set fit.compact_from=0 --set fit.compact_every=1 \
 	  --set prior.warmup_epochs=4 --set fit.checkpoint_every=1
+	for weight in 0.5 2; do \
+	  $(BIN)/python tools/run_seeds.py cifar10-resnet110 --label w$$weight-from-x7 --seeds 2 3 \
+	    --from 'results/cifar10-resnet110/x7/seed-{seed}' --set prior.weight=$$weight --set fit.epochs=4 \
+	    --set fit.finetune_epochs=4 --set fit.lr=2e-3 --set fit.lr_warmup_epochs=0.25 --set fit.compact_from=0 \
+	    --set fit.compact_every=1 --set prior.warmup_epochs=1 --set fit.checkpoint_every=1 || exit 1; \
+	done
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label x25 --seeds 2 3 --target-ratio 25 \
 	  --from 'results/cifar10-resnet110/x15/seed-{seed}' --set fit.epochs=3 --set fit.finetune_epochs=4 \
 	  --set fit.lr=2e-3 --set fit.lr_warmup_epochs=0.25 --set fit.compact_from=0 --set fit.compact_every=1 \

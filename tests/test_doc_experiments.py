@@ -64,6 +64,35 @@ def test_the_runs_whose_earlier_parts_are_not_recorded_are_told() -> None:
     assert "Ten older runs that went on say only what their last part ran on" in text_of(EXPERIMENTS)
 
 
+def test_what_weights_did_to_resnet110_is_what_was_measured() -> None:
+    text, readme, results = text_of(EXPERIMENTS), text_of(README), ROOT / "results" / "cifar10-resnet110"
+    row = "| the same two, `--from` them, no target, prior weight {}, 8 more epochs | "
+    row += "{:,.0f} | {:.1f} | {:.2f} % | {:.3f} |"
+    for weight, said in (
+        ("0.5", "A weight of 0.5 made them {:.1f} times smaller ({:.2f} % on the test images)"),
+        ("2", "one of 2 made them {:.1f} times smaller ({:.2f} %)."),
+    ):
+        found = summary_of("cifar10-resnet110", f"w{weight}-from-x7")
+        params, ratio, accuracy, likelihood = (
+            found[key]["mean"] for key in ("params", "ratio", "accuracy", "log_likelihood")
+        )
+        assert said.format(ratio, 100 * accuracy) in text
+        assert row.format(weight, params, ratio, 100 * accuracy, likelihood) in readme
+        assert found["seeds"] == [2, 3]
+        for seed in found["seeds"]:
+            ours, cut = (
+                toml.load(results / label / f"seed-{seed}" / "config.toml") for label in (f"w{weight}-from-x7", "x15")
+            )
+            assert (ours.fit.epochs, ours.fit.finetune_epochs, ours.prior.weight) == (4, 4, float(weight))
+            apart = {each.split(":")[0] for each in differences(ours, cut)}  # "the same start, rate and epochs"
+            assert apart - {"prior.weight"} == {"fit.target_ratio", "prior.warmup_epochs"}
+            started = toml.load(results / "x7" / f"seed-{seed}" / "config.toml")
+            assert ours.experiment.from_run.endswith(f"x7/seed-{seed}")
+            assert started.fit.target_ratio == 7.4
+    better = [f"{100 * summary_of('cifar10-resnet110', label)['accuracy']['mean']:.2f} %" for label in ("x11", "x15")]
+    assert f"are better: {better[0]} at 11 times and {better[1]} at 15, the latter with" in text
+
+
 def test_the_sizes_and_accuracies_are_those_of_the_results() -> None:
     text = text_of(EXPERIMENTS)
     for label, said in (
