@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -113,12 +115,64 @@ class Untraceable(nn.Module):
 
 
 def test_parts_of_an_untraceable_model_are_traced() -> None:
-    model = Untraceable(conv(), nn.BatchNorm2d(8), nn.ReLU(), conv(), nn.ReLU(), nn.BatchNorm2d(8))
-    assert normalised_layers(model).seen == {"body.0": ["body.1"]}
-    assert normalised_layers(Untraceable(nn.Sequential(conv(), nn.BatchNorm2d(8)))).seen == {"body.0.0": ["body.0.1"]}
-    assert normalised_layers(Untraceable(Branching("skip"), Branching("nowhere"))).seen == {
-        "body.1.conv": ["body.1.bn"]
-    }
+    model = Untraceable(
+        conv(), nn.BatchNorm2d(8), nn.ReLU(), conv(), nn.ReLU(), nn.BatchNorm2d(8), Branching("nowhere")
+    )
+    found = normalised_layers(model)
+    assert found.seen == {"body.6.conv": ["body.6.bn"]}
+    assert found.doubtful == {"body.0": ["body.1"]}, "the model might use body[0] by itself"
+    found = normalised_layers(Untraceable(nn.Sequential(conv(), nn.BatchNorm2d(8)), Branching("skip")))
+    assert (found.seen, found.doubtful) == ({}, {"body.0.0": ["body.0.1"]})
+
+
+class OfMode(nn.Module):
+    """Uses the output of its convolution elsewhere in one mode only."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__()
+        self.conv, self.bn, self.mode = conv(), nn.BatchNorm2d(8), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z: Tensor = self.bn(y)
+        return z + y if self.training == self.mode else z
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("now", [True, False])
+def test_both_modes_count(used: bool, now: bool) -> None:
+    model = OfMode(used).train(now)
+    found = normalised_layers(model)
+    assert (found.seen, found.doubtful) == ({}, {})
+    assert all(module.training == now for module in model.modules())
+
+
+def test_doubt_ends_where_a_weight_is_used_elsewhere() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.bn = bt.TTLinear(8, 8, max_rank=2), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.linear(self.bn(self.fc(x)), self.fc.weight.t())
+            return y if y.sum() > 0 else -y
+
+    found = normalised_layers(Tied())
+    assert (found.seen, found.doubtful) == ({}, {})
+
+
+def test_an_output_that_the_model_keeps_is_used() -> None:
+    class Keeping(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            self.kept = [y] if self.extra == "in a list" else y
+            return self.bn(y)
+
+    for extra in ("as it is", "in a list"):
+        model = Keeping(extra)
+        assert normalised_layers(model).seen == {}
+        assert not hasattr(model, "kept")
+        assert IdleBiases(model).names == {}
 
 
 def test_in_a_sequential_the_order_tells_even_if_a_part_cannot_be_traced() -> None:
@@ -222,27 +276,35 @@ def test_hooks_at_that_place_may_use_it() -> None:
 def test_finding_them_leaves_nothing_behind() -> None:
     class Watching(nn.Module):
         mean: Tensor
+        count: Tensor
 
         def __init__(self) -> None:
             super().__init__()
             self.body = nn.Sequential(conv(), nn.BatchNorm2d(8))
             self.register_buffer("mean", torch.ones(1))
-            self.calls, self.seen = 0, []
+            self.calls, self.seen, self.inner = 0, [], {"last": deque([0])}
+            self.register_buffer("graph", torch.eye(2).to_sparse())
+            self.register_buffer("count", torch.tensor([0.0, math.nan]))
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             self.mean.mul_(0.9)
             self.features: Tensor = self.body(x)
             self.seen.append(self.features)
+            self.inner["last"].append(1)
+            self.count.add_(1)
             return self.features
 
     model = Watching()
     model(torch.randn(2, 8, 4, 4))  # its features now have a gradient, of which no copy can be made
     features = model.features
+    model.inner["last"].clear()
     assert normalised_layers(model).seen == {"body.0": ["body.1"]}
     assert IdleBiases(model).names == {"body.0": ["body.1"]}
     assert (model.calls, model.features is features, len(model.seen)) == (1, True, 1)
     assert model.mean == 0.9
+    assert model.inner == {"last": deque()}
+    assert model.count[0] == 1
 
 
 def test_finding_them_leaves_the_model_alone() -> None:

@@ -89,6 +89,14 @@ def test_buffers_may_be_infinite_from_the_start_and_weights_never(fill: float) -
         bt.fit(broken, TRAIN, None, settings(epochs=1, finetune_epochs=1))
 
 
+def test_half_precision_is_no_lack_of_finiteness() -> None:
+    model = Odd(0.0)
+    model.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
+    model.table = nn.Embedding(1000, 100).half()
+    assert float(model.table.weight.detach().square().sum()) == float("inf")
+    assert len(bt.fit(model, TRAIN, None, settings(epochs=1, finetune_epochs=1)).history) == 3
+
+
 def test_a_posterior_may_have_such_buffers_too() -> None:
     posterior, _ = bt.fit_posterior(bt.independent(Odd, 2), TRAIN, None, settings(epochs=1, finetune_epochs=1))
     assert len(posterior) == 2

@@ -3,8 +3,8 @@
 import copy
 import inspect
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +18,11 @@ from bayestrain.layers import TTConv2d, TTLayer
 from bayestrain.layers.evaluation import evaluating
 
 Kinds = tuple[type[nn.Module], ...]
+
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")
+"""Modules that cannot be traced, but call what is in them as a whole."""
+
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 
 
 class IdleBiases:
@@ -96,7 +101,8 @@ class IdleBiases:
 def _idle(model: nn.Module) -> tuple[dict[str, list[str]], set[int]]:
     """Convolutions that only batch norms follow, with these; and the parameters that the model itself looks at."""
     tracer = _Tracer(set())
-    found = _by_graph(model, _trace(model, tracer), (TTConv2d, nn.Conv2d))
+    graph = _trace(model, tracer)
+    found = _by_graph(model, graph, (TTConv2d, nn.Conv2d), tracer.kept)
     exact = {name: norms for name, norms in found.items() if type(model.get_submodule(name)) in (TTConv2d, nn.Conv2d)}
     return exact, tracer.looked_at
 
@@ -112,55 +118,73 @@ class Normalised:
 
 
 def normalised_layers(model: nn.Module) -> Normalised:
-    """The layers of `model` whose scale is free, because batch norms alone see it.
+    """The layers of `model` whose scale is free, because batch norms alone see it, in training and in evaluation mode.
 
     A batch norm that is used in several places does not count: its statistics belong to more than one layer. Nor does a
     layer whose weight the network looks at by itself, or shares.
 
     The model is traced symbolically, as called with its defaults if need be. Where it cannot be (its forward branches
-    on data, or it is wrapped), its parts are, each by itself. In what then is left, batch norms count that stand right
-    behind a layer in an `nn.Sequential`; those that were only registered right behind one may be used elsewhere.
+    on data), its parts are, each by itself. Then layers in an `nn.Sequential`, or registered right before a batch norm,
+    are doubtful: the network may use what lies between.
     """
+    with evaluating(model):
+        predicting = _in_this_mode(model)
+        training = _in_this_mode(model.train())
+    seen = {name: norms for name, norms in training.seen.items() if predicting.seen.get(name) == norms}
+    either, other = ({**found.doubtful, **found.seen} for found in (training, predicting))
+    doubtful = training.doubtful.keys() | predicting.doubtful.keys()
+    return Normalised(seen, {name: either[name] for name in either if name in doubtful and name in other})
+
+
+def _in_this_mode(model: nn.Module) -> Normalised:
     looked_at: set[int] = set()
-    seen, doubtful = _normalised(model, looked_at)
+    found = _normalised(model, looked_at)
     owners = _owners(model)
     elsewhere = {
         name
-        for name in (*seen, *doubtful)
+        for name in (*found.seen, *found.doubtful)
         for parameter in model.get_submodule(name).parameters()
         if id(parameter) in looked_at or owners[id(parameter)] > 1
     }
     hooked = {
         name
-        for name, norms in seen.items()
+        for name, norms in found.seen.items()
         if model.get_submodule(name)._forward_hooks
         or any(model.get_submodule(norm)._forward_pre_hooks for norm in norms)
     }
+    doubtful = found.doubtful | {name: found.seen[name] for name in found.seen if name in hooked}
     return Normalised(
-        {name: norms for name, norms in seen.items() if name not in elsewhere | hooked},
-        {name: norms for name, norms in (doubtful | seen).items() if name in doubtful.keys() | hooked - elsewhere},
+        {name: norms for name, norms in found.seen.items() if name not in elsewhere | hooked},
+        {name: norms for name, norms in doubtful.items() if name not in elsewhere},
     )
 
 
-def _normalised(model: nn.Module, looked_at: set[int]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """What was seen and what is doubtful; parameters that forward passes have asked for are added to `looked_at`."""
+def _normalised(model: nn.Module, looked_at: set[int]) -> Normalised:
+    """What a trace shows; parameters that forward passes have asked for are added to `looked_at`."""
     tracer = _Tracer(looked_at)
     try:
-        return _by_graph(model, _trace(model, tracer), (TTLayer,)), {}
+        return Normalised(_by_graph(model, _trace(model, tracer), (TTLayer,), tracer.kept), {})
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
-        in_order = _by_order(model)
-    seen, doubtful = (in_order, {}) if type(model) is nn.Sequential else ({}, in_order)
+        whole = type(model) is nn.Sequential or type(model).__name__ in WRAPPERS
+    seen, doubtful = (_by_order(model), {}) if whole else ({}, _by_order(model))
     parts = Counter(id(module) for part in model.children() for module in part.modules())
     for part, module in model.named_children():
-        for found, inside in zip((seen, doubtful), _normalised(module, looked_at), strict=True):
-            for name, norms in inside.items():
-                found[f"{part}.{name}"] = [f"{part}.{norm}" for norm in norms]
-    alone = {
-        name: norms
-        for name, norms in seen.items()
-        if all(parts[id(model.get_submodule(each))] == 1 for each in (name, *norms))
-    }
-    return alone, doubtful | {name: norms for name, norms in seen.items() if name not in alone}
+        inside = _normalised(module, looked_at)
+        for found, names in ((seen, inside.seen), (doubtful, inside.doubtful)):
+            for name, norms in names.items():
+                sure = found is seen and (whole or _enclosed(module, name))
+                alone = all(parts[id(module.get_submodule(each))] == 1 for each in (name, *norms))
+                place = seen if sure and alone else doubtful
+                place[f"{part}.{name}"] = [f"{part}.{norm}" for norm in norms]
+    return Normalised(seen, doubtful)
+
+
+def _enclosed(part: nn.Module, name: str) -> bool:
+    """Whether the module of that name lies in one with a forward of its own, which nobody looks into as a rule."""
+    around = [part]
+    for each in name.split(".")[:-1]:
+        around.append(around[-1].get_submodule(each))
+    return not all(isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) for module in around)
 
 
 def _owners(model: nn.Module) -> Counter[int]:
@@ -178,6 +202,8 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.looked_at = looked_at
         """Parameters, by identity, that code outside of the layers has asked for."""
+        self.kept: set[fx.Node] = set()
+        """What modules have kept of the pass, as attributes or in lists and the like."""
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, nn.Parameter):
@@ -192,7 +218,7 @@ def _trace(model: nn.Module, tracer: _Tracer) -> fx.Graph:
     with warnings.catch_warnings(), _undisturbed(model):
         warnings.simplefilter("ignore")
         try:
-            return tracer.trace(model)
+            graph = tracer.trace(model)
         except Exception:
             fixed = {
                 name: parameter.default
@@ -201,20 +227,25 @@ def _trace(model: nn.Module, tracer: _Tracer) -> fx.Graph:
             }
             if not fixed:
                 raise
-            return tracer.trace(model, fixed)
+            graph = tracer.trace(model, fixed)
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        inside = [
+            item for held in _containers(attributes) for item in (held.values() if isinstance(held, dict) else held)
+        ]
+        tracer.kept = {value.node for value in (*attributes, *inside) if isinstance(value, fx.Proxy)}
+        return graph
 
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Afterwards the attributes and buffers of all modules are what they were: a forward pass may leave its marks."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    inside = [
-        (value, copy.copy(value))
-        for _, attributes in before
-        for value in attributes.values()
-        if isinstance(value, list | dict | set)
+    """Afterwards attributes, what they contain, and buffers are what they were: a forward pass may leave its marks."""
+    buffers = [
+        (buffer, buffer.clone(), buffer._version)
+        for buffer in model.buffers()
+        if buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_quantized or buffer.is_inference())
     ]
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    contents = [(held, copy.copy(held)) for held in _containers([v for _, own in before for v in own.values()])]
     try:
         yield
     finally:
@@ -223,22 +254,35 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             for name in [name for name in own if name not in attributes]:
                 del own[name]
             own.update(attributes)
-        for held, content in inside:
+        for held, content in contents:
             held.clear()
-            held.extend(content) if isinstance(held, list) else held.update(content)
+            held.update(content) if isinstance(held, dict | set) else held.extend(content)
         with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
+            for buffer, value, version in buffers:
+                if buffer._version != version:
                     buffer.copy_(value)
 
 
-def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds) -> dict[str, list[str]]:
+def _containers(values: Iterable[object]) -> list[Any]:
+    """The lists, dicts and sets among these values, and those inside of them."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if type(value) in CONTAINERS and id(value) not in found:
+            found[id(value)] = value
+            inside: Iterable[object] = value.values() if isinstance(value, dict) else value  # type: ignore[assignment]
+            waiting += inside
+    return list(found.values())
+
+
+def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds, kept: Set[fx.Node]) -> dict[str, list[str]]:
     found: dict[str, list[str | None]] = {}
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
     for node in graph.nodes:
         if node.op != "call_module" or not isinstance(model.get_submodule(node.target), kinds):
             continue
-        users = [
+        users: list[str | None] = [
             str(user.target)
             if user.op == "call_module"
             and isinstance(model.get_submodule(str(user.target)), _BatchNorm)
@@ -246,6 +290,8 @@ def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds) -> dict[str, list
             else None
             for user in node.users
         ]
+        if node in kept:
+            users.append(None)
         # A layer called twice must feed a batch norm each time; one other use and the scale matters.
         found.setdefault(node.target, []).extend(users)
     named = {

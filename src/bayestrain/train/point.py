@@ -176,7 +176,7 @@ class Point(Subject):
 
     def mend(self) -> list[str]:
         # The prior is made of squares: weights so large that these are infinite are lost as well.
-        weights = (parameter.detach().square().sum() for parameter in self.model.parameters())
+        weights = (_exact(parameter).square().sum() for parameter in self.model.parameters())
         buffers = (buffer for name, buffer in self.model.named_buffers() if name in self._buffers)
         if not all(_finite(value) for values in (weights, buffers) for value in values):
             raise TrainingError("a weight")
@@ -208,9 +208,17 @@ class Point(Subject):
             self.prior.load_state_dict(state["prior"])
 
 
+def _exact(parameter: Tensor) -> Tensor:
+    """In single precision at least."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
 def _finite(value: Tensor) -> bool:
-    """Whether all of it is; of what is not dense, nothing is known."""
-    return value.layout == torch.strided and bool(torch.isfinite(value).all())
+    """Whether all of it is, as far as can be told; of sparse or quantised tensors, for example, it cannot."""
+    try:
+        return bool(torch.isfinite(value).all())
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _size(layer: nn.Module) -> float:
