@@ -61,9 +61,9 @@ experiments: $(INSTALLED) ## run again the CIFAR-10 lines under results/: they w
 	  --kind tensorized --map 'runs/cifar10-cnn-tensorized-seed{seed}' --set posterior.start=jitter \
 	  --set posterior.jitter=0.2 --set posterior.jitter_epochs=6
 	$(BIN)/python tools/run_seeds.py cifar10-cnn --label paper --seeds 0 1 2 --preset paper
-	$(BIN)/python tools/run_seeds.py cifar10-cnn --label w0.1-12 --seeds 0 --set prior.weight=0.1 --set fit.epochs=8 \
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label w0.1-12 --seeds 0 1 --set prior.weight=0.1 --set fit.epochs=8 \
 	  --set fit.finetune_epochs=4 --set prior.warmup_epochs=8 --set fit.compact_from=1
-	$(BIN)/python tools/run_seeds.py cifar10-cnn --label w0.4-12 --seeds 0 --set prior.weight=0.4 --set fit.epochs=8 \
+	$(BIN)/python tools/run_seeds.py cifar10-cnn --label w0.4-12 --seeds 0 1 --set prior.weight=0.4 --set fit.epochs=8 \
 	  --set fit.finetune_epochs=4 --set prior.warmup_epochs=8 --set fit.compact_from=1
 	$(BIN)/python tools/run_seeds.py cifar10-resnet110 --label paper-12 --seeds 0 1 --preset paper --set fit.epochs=12 \
 	  --set fit.precision=bf16

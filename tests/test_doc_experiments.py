@@ -103,7 +103,7 @@ def test_the_sizes_and_accuracies_are_those_of_the_results() -> None:
         found = summary_of("cifar10-cnn", label)
         assert said.format(ratio=found["ratio"]["mean"], accuracy=100 * found["accuracy"]["mean"]) in text
         if label != "x32":
-            assert found["seeds"] == [0]  # "with one seed each"
+            assert found["seeds"] == [0, 1]  # "with two seeds each"
             config = toml.load(ROOT / "results" / "cifar10-cnn" / label / "seed-0" / "config.toml")
             assert f"w{config.prior.weight:g}-{config.fit.epochs + config.fit.finetune_epochs}" == label
 
