@@ -147,20 +147,6 @@ def test_both_modes_count(used: bool, now: bool) -> None:
     assert all(module.training == now for module in model.modules())
 
 
-def test_doubt_ends_where_a_weight_is_used_elsewhere() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.bn = bt.TTLinear(8, 8, max_rank=2), nn.BatchNorm1d(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.linear(self.bn(self.fc(x)), self.fc.weight.t())
-            return y if y.sum() > 0 else -y
-
-    found = normalised_layers(Tied())
-    assert (found.seen, found.doubtful) == ({}, {})
-
-
 def test_an_output_that_the_model_keeps_is_used() -> None:
     class Keeping(Branching):
         def forward(self, x: Tensor) -> Tensor:
@@ -208,14 +194,16 @@ def test_a_wrapped_model_is_the_same_model(wrap: Callable[[nn.Module], nn.Module
     assert normalised_layers(wrap(model)).seen == {f"{name}.0.conv": [f"{name}.0.bn"]}
 
 
-def test_a_weight_that_is_used_elsewhere_counts() -> None:
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_weight_that_is_used_elsewhere_counts_and_leaves_no_doubt(branches: bool) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc, self.bn = bt.TTLinear(8, 8, max_rank=2), nn.BatchNorm1d(8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.bn(self.fc(x)), self.fc.weight.t())
+            y = F.linear(self.bn(self.fc(x)), self.fc.weight.t())
+            return -y if branches and y.sum() < 0 else y
 
     found = normalised_layers(Tied())
     assert (found.seen, found.doubtful) == ({}, {})

@@ -1,14 +1,10 @@
 """Layers whose output goes straight into a batch norm: the scale of their weight is free, and their bias idle."""
 
-import copy
-import inspect
-import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Set
+from collections import Counter
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,13 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.layers import TTConv2d, TTLayer
 from bayestrain.layers.evaluation import evaluating
+from bayestrain.tracing import Tracer, traced
 
 Kinds = tuple[type[nn.Module], ...]
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")
 """Modules that cannot be traced, but call what is in them as a whole."""
-
-CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 
 
 class IdleBiases:
@@ -100,8 +95,8 @@ class IdleBiases:
 
 def _idle(model: nn.Module) -> tuple[dict[str, list[str]], set[int]]:
     """Convolutions that only batch norms follow, with these; and the parameters that the model itself looks at."""
-    tracer = _Tracer(set())
-    graph = _trace(model, tracer)
+    tracer = Tracer(set())
+    graph = traced(model, tracer)
     found = _by_graph(model, graph, (TTConv2d, nn.Conv2d), tracer.kept)
     exact = {name: norms for name, norms in found.items() if type(model.get_submodule(name)) in (TTConv2d, nn.Conv2d)}
     return exact, tracer.looked_at
@@ -161,21 +156,20 @@ def _in_this_mode(model: nn.Module) -> Normalised:
 
 def _normalised(model: nn.Module, looked_at: set[int]) -> Normalised:
     """What a trace shows; parameters that forward passes have asked for are added to `looked_at`."""
-    tracer = _Tracer(looked_at)
+    tracer = Tracer(looked_at)
     try:
-        return Normalised(_by_graph(model, _trace(model, tracer), (TTLayer,), tracer.kept), {})
+        return Normalised(_by_graph(model, traced(model, tracer), (TTLayer,), tracer.kept), {})
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
         whole = type(model) is nn.Sequential or type(model).__name__ in WRAPPERS
     seen, doubtful = (_by_order(model), {}) if whole else ({}, _by_order(model))
     parts = Counter(id(module) for part in model.children() for module in part.modules())
     for part, module in model.named_children():
         inside = _normalised(module, looked_at)
-        for found, names in ((seen, inside.seen), (doubtful, inside.doubtful)):
-            for name, norms in names.items():
-                sure = found is seen and (whole or _enclosed(module, name))
-                alone = all(parts[id(module.get_submodule(each))] == 1 for each in (name, *norms))
-                place = seen if sure and alone else doubtful
-                place[f"{part}.{name}"] = [f"{part}.{norm}" for norm in norms]
+        for name, norms in (inside.doubtful | inside.seen).items():
+            sure = name in inside.seen and (whole or _enclosed(module, name))
+            alone = all(parts[id(module.get_submodule(each))] == 1 for each in (name, *norms))
+            place = seen if sure and alone else doubtful
+            place[f"{part}.{name}"] = [f"{part}.{norm}" for norm in norms]
     return Normalised(seen, doubtful)
 
 
@@ -195,85 +189,6 @@ def _owners(model: nn.Module) -> Counter[int]:
         if not isinstance(module, nn.ParameterList)
         for parameter in module.parameters(recurse=isinstance(module, TTLayer))
     )
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, looked_at: set[int]) -> None:
-        super().__init__()
-        self.looked_at = looked_at
-        """Parameters, by identity, that code outside of the layers has asked for."""
-        self.kept: set[fx.Node] = set()
-        """What modules have kept of the pass, as attributes or in lists and the like."""
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if isinstance(attr_val, nn.Parameter):
-            self.looked_at.add(id(attr_val))
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, TTLayer) or super().is_leaf_module(m, module_qualified_name)
-
-
-def _trace(model: nn.Module, tracer: _Tracer) -> fx.Graph:
-    with warnings.catch_warnings(), _undisturbed(model):
-        warnings.simplefilter("ignore")
-        try:
-            graph = tracer.trace(model)
-        except Exception:
-            fixed = {
-                name: parameter.default
-                for name, parameter in inspect.signature(model.forward).parameters.items()
-                if parameter.default is None or isinstance(parameter.default, bool | int | float | str)
-            }
-            if not fixed:
-                raise
-            graph = tracer.trace(model, fixed)
-        attributes = [value for module in model.modules() for value in vars(module).values()]
-        inside = [
-            item for held in _containers(attributes) for item in (held.values() if isinstance(held, dict) else held)
-        ]
-        tracer.kept = {value.node for value in (*attributes, *inside) if isinstance(value, fx.Proxy)}
-        return graph
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Afterwards attributes, what they contain, and buffers are what they were: a forward pass may leave its marks."""
-    buffers = [
-        (buffer, buffer.clone(), buffer._version)
-        for buffer in model.buffers()
-        if buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_quantized or buffer.is_inference())
-    ]
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    contents = [(held, copy.copy(held)) for held in _containers([v for _, own in before for v in own.values()])]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            own = vars(module)
-            for name in [name for name in own if name not in attributes]:
-                del own[name]
-            own.update(attributes)
-        for held, content in contents:
-            held.clear()
-            held.update(content) if isinstance(held, dict | set) else held.extend(content)
-        with torch.no_grad():
-            for buffer, value, version in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-
-def _containers(values: Iterable[object]) -> list[Any]:
-    """The lists, dicts and sets among these values, and those inside of them."""
-    found: dict[int, Any] = {}
-    waiting = list(values)
-    while waiting:
-        value = waiting.pop()
-        if type(value) in CONTAINERS and id(value) not in found:
-            found[id(value)] = value
-            inside: Iterable[object] = value.values() if isinstance(value, dict) else value  # type: ignore[assignment]
-            waiting += inside
-    return list(found.values())
 
 
 def _by_graph(model: nn.Module, graph: fx.Graph, kinds: Kinds, kept: Set[fx.Node]) -> dict[str, list[str]]:

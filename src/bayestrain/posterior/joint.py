@@ -19,6 +19,15 @@ from bayestrain.prior import Prior
 PerDatum = Callable[[Tensor, Tensor], Tensor]
 
 
+def one_tensor(outputs: object) -> Tensor:
+    """What a network returned, or a `ConfigError` if that is no tensor."""
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(
+            f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."
+        )
+    return outputs
+
+
 class Joint(nn.Module):
     """A network with its likelihood and prior; only ever called with particles in the place of its parameters."""
 
@@ -60,10 +69,7 @@ class Joint(nn.Module):
         """``N * mean log likelihood``, that mean, and the outputs."""
         with self.idle():
             outputs = self._outputs(self.forming, x)
-        if not isinstance(outputs, Tensor):
-            raise ConfigError(
-                f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."
-            )
+        outputs = one_tensor(outputs)
         if outputs.dtype in (torch.bfloat16, torch.half):
             outputs = outputs.float()
         log_probs = self.likelihood(outputs, y)

@@ -14,9 +14,10 @@ from bayestrain import tt
 from bayestrain.batchnorm import IdleBiases
 from bayestrain.capture import Capture
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import ConfigError, TrainingError
+from bayestrain.errors import TrainingError
 from bayestrain.forming import FormTogether
 from bayestrain.infer.method import load_optimizer, set_lr
+from bayestrain.posterior.joint import one_tensor
 from bayestrain.prior import Prior, RankPrior
 from bayestrain.sizes import count_parameters, ranks, tt_layers
 from bayestrain.target import dense_parameters, sized
@@ -83,12 +84,7 @@ class Point(Subject):
                 prior, scales = self.prior.gradients(self._weight), self.prior.scales()
         with products(self.config.precision, self.device), self.forming(), self.idle():
             with lowered(self.config.precision, self.device):
-                outputs = self.model(self.arrange(x))
-            if not isinstance(outputs, Tensor):
-                kind = type(outputs).__name__
-                raise ConfigError(
-                    f"The network must return one tensor, got {kind}. Wrap it in a module that picks one."
-                )
+                outputs = one_tensor(self.model(self.arrange(x)))
             data = self.loss(outputs.float(), y)
             data.backward()
         data = data.detach()
