@@ -6,7 +6,7 @@ Takes the first 1,000 digits of each class from the official training files and 
 from the official test files, keeps them in file order, and writes them as four idx files, gzip level 9
 without time or name. There is no randomness: the idx content is the same everywhere, and so are the .gz
 bytes wherever Python is built on classic zlib. Prints the lines for the table of checksums in
-`src/bayestrain/data/datasets.py`.
+`src/bayestrain/app/data/catalog.toml`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from collections import Counter
 from pathlib import Path
 
 from bayestrain import data
-from bayestrain.data.datasets import MNIST, MNIST_MINI, TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS
+from bayestrain.app.data.catalog import find_spec
 
 PIXELS = 28 * 28
-PARTS = ((TRAIN_IMAGES, TRAIN_LABELS, 1_000), (TEST_IMAGES, TEST_LABELS, 200))
+PER_CLASS = (1_000, 200)  # of the training and of the test files
+PACKAGE = Path(data.__file__).parent / "mnist_mini"
 
 
 def first_of_each_class(labels: bytes, per_class: int) -> list[int]:
@@ -39,9 +40,11 @@ def first_of_each_class(labels: bytes, per_class: int) -> list[int]:
 def make(mnist: Path | None, into: Path) -> list[Path]:
     """Write the four files into `into` and return their paths."""
     found = data.get("mnist", mnist)
-    contents = {file.name: file.read(found.paths[file.name]) for file in MNIST.files}
+    files = find_spec("mnist").files
+    contents = {file.name: file.read(found.paths[file.name]) for file in files}
+    names = [file.name for file in files]  # training images and labels, test images and labels
     written = []
-    for images_name, labels_name, per_class in PARTS:
+    for images_name, labels_name, per_class in zip(names[::2], names[1::2], PER_CLASS, strict=True):
         labels = contents[labels_name][8:]  # after an idx header of one dimension
         images = contents[images_name][16:]  # after an idx header of three dimensions
         chosen = first_of_each_class(labels, per_class)
@@ -54,7 +57,8 @@ def make(mnist: Path | None, into: Path) -> list[Path]:
             path = into / f"{name}.gz"
             with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as compressed:
                 compressed.write(content)
-            print(f'File("{name}", {len(content):_}, "{hashlib.sha256(content).hexdigest()}"),')
+            sha256 = hashlib.sha256(content).hexdigest()
+            print(f'{{ name = "{name}", size = {len(content)}, sha256 = "{sha256}" }},')
             written.append(path)
     return written
 
@@ -62,7 +66,7 @@ def make(mnist: Path | None, into: Path) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make mnist-mini from the official MNIST files.")
     parser.add_argument("--mnist", type=Path, help="folder of the official files (default: fetch them)")
-    parser.add_argument("--into", type=Path, default=MNIST_MINI.embedded, help="default: the package")
+    parser.add_argument("--into", type=Path, default=PACKAGE, help="default: the package")
     arguments = parser.parse_args()
     for path in make(arguments.mnist, arguments.into):
         print(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name} ({path.stat().st_size} bytes)")

@@ -1,5 +1,6 @@
 """`python -m bayestrain`: the command line."""
 
-from bayestrain.cli import main
+from bayestrain.app.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
-"""The few exceptions BayesTrain raises on purpose.
+"""The few exceptions and warnings that BayesTrain raises on purpose.
 
-Every message states the rule, the value that broke it, and what to do next.
+Every message states the rule, the value that broke it, and what to type next.
 """
 
 
 class BayesTrainError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error this package raises on purpose."""
 
 
 class ConfigError(BayesTrainError, ValueError):
@@ -17,36 +17,39 @@ class ShapeError(BayesTrainError, ValueError):
 
 
 class ConversionError(BayesTrainError, TypeError):
-    """A module cannot be turned into a tensor-train layer."""
+    """A module cannot be converted to a factorised layer."""
 
 
 class DataError(BayesTrainError):
-    """A data set is missing, damaged or not the official one."""
-
-
-class ReportError(BayesTrainError):
-    """A run folder cannot be turned into a report."""
+    """A file or data set is missing, damaged or not the expected one."""
 
 
 class TrainingError(BayesTrainError):
-    """Training cannot go on: the loss is no longer finite, or a checkpoint does not fit."""
+    """Training cannot continue: the loss is not finite, or a checkpoint does not fit."""
 
 
 class Interrupted(BayesTrainError):
     """The user stopped a run. `folder` holds the checkpoint to resume from."""
 
     def __init__(self, folder: str, epoch: int) -> None:
-        super().__init__(f"Stopped. The checkpoint of epoch {epoch} is in {folder}.")
+        super().__init__(
+            f"Stopped. The checkpoint of epoch {epoch} is in {folder}. Resume with bayestrain train --resume --out "
+            f"{folder}, or with the same call of fit and resume=True."
+        )
         self.folder, self.epoch = folder, epoch
 
 
 class ParticleWarning(UserWarning):
-    """Particles of a posterior need a look: one is broken, or all have become one."""
+    """Particles of a posterior need attention: one is not finite, or all have collapsed to one."""
 
 
 class HoldWarning(UserWarning):
-    """Layers stand before a batch norm, but it is not certain that their scale is free."""
+    """A normalisation may make the scale of a layer's weight free, but the network could not be traced to be sure."""
 
 
 class CaptureWarning(UserWarning):
-    """A training step cannot be captured in a CUDA graph; training goes on, slower."""
+    """A training step cannot be captured in a CUDA graph; training continues uncaptured."""
+
+
+class DecayWarning(UserWarning):
+    """An optimiser applies weight decay to cores, which already have a prior."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,21 +20,38 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write the whole file or nothing: to a neighbour first, then moved into place."""
+    """Write the whole file or nothing: to a temporary file beside it, then moved into place.
+
+    The temporary name is unpredictable and must not exist yet, so a symlink that somebody planted is never followed.
+    If `path` itself is a symlink, the link is replaced and its target stays as it is.
+    """
     data = content.encode() if isinstance(content, str) else content
-    neighbour = path.with_name(f".{path.name}.partial")
-    try:
-        with naming(path), neighbour.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        neighbour.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            neighbour.unlink()
-        raise
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
+    with naming(path):
+        file = temporary.open("xb")  # refuses a name that is taken
+        try:
+            with file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a power cut, on the systems that can open a folder."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_json(path: Path, content: object) -> None:
-    """Indented JSON, written atomically."""
+    """Write indented JSON atomically."""
     write_atomically(path, json.dumps(content, indent=2) + "\n")

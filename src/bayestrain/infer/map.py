@@ -1,11 +1,12 @@
-"""Maximum a posteriori: one particle that climbs the log density."""
+"""Maximum a posteriori: one particle that climbs the log density.
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+::
 
-from torch import Tensor
+    theta += lr * grad log p(theta)
+"""
 
-from bayestrain.errors import ConfigError
+from typing import ClassVar
+
 from bayestrain.infer.method import Method
 
 
@@ -13,11 +14,5 @@ class MAP(Method):
     """A single point; arguments as for `Method`."""
 
     name: ClassVar[str] = "map"
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if self.n != 1:
-            raise ConfigError(f"MAP is a single point, got {self.n} particles. Use Ensemble for several.")
-
-    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
-        """The gradient is the direction."""
+    most: ClassVar[int | None] = 1
+    advice: ClassVar[str] = "Use Ensemble for several."

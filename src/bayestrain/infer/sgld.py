@@ -1,12 +1,15 @@
-"""Stochastic gradient Langevin dynamics: gradient ascent with just as much noise as makes it sample.
+"""Stochastic gradient Langevin dynamics (Welling & Teh 2011): gradient ascent with the noise that makes it a sampler.
 
-A step is ``theta += lr * g + sqrt(2 * lr * temperature) * noise`` (Welling & Teh 2011, with lr for their epsilon / 2):
-every particle is a Markov chain of its own, and what is kept are the chains' last states. Networks have gradients of
-very different sizes, so the step may be preconditioned by their running size as in RMSprop (Li et al. 2016, without
-the term in the preconditioner's derivative, as they recommend).
+::
+
+    theta += lr * grad log p(theta) + sqrt(2 * lr * temperature) * noise          (lr is half of the paper's epsilon)
+
+Every particle is a Markov chain of its own, and its last state is kept. Gradients of networks differ widely in size, so
+the step may be preconditioned by their running size as in RMSprop (Li et al. 2016, without the term with the
+preconditioner's derivative, as they recommend).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,60 +20,18 @@ from bayestrain.infer.method import LogDensity, Method
 from bayestrain.infer.particles import Particles
 
 
-class Langevin(torch.optim.Optimizer):
-    """The optimiser that adds the noise. `scale` is the factor that the gradients were multiplied by."""
-
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
-        lr: float,
-        temperature: float,
-        scale: float,
-        memory: float,
-        seed: int,
-    ) -> None:
-        super().__init__(params, {"lr": lr})
-        self.temperature, self.scale, self.memory = temperature, scale, memory
-        first = self.param_groups[0]["params"][0]
-        self.generator = torch.Generator(first.device).manual_seed(seed)
-        self.alive: Tensor | None = None
-        """Which particles get noise; all if None."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Move along the gradients, plus noise."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                noise = torch.randn(p.shape, generator=self.generator, device=p.device, dtype=p.dtype)
-                noise.mul_((2 * group["lr"] * self.temperature * self.scale) ** 0.5)
-                if self.alive is not None:
-                    noise.masked_fill_(~self.alive.view(-1, *[1] * (p.ndim - 1)), 0.0)
-                if self.memory:
-                    state = self.state[p]
-                    mean_square = state.setdefault("mean_square", torch.zeros_like(p))
-                    mean_square.mul_(self.memory).addcmul_(p.grad, p.grad, value=1 - self.memory)
-                    state["age"] = state.get("age", 0) + 1
-                    size = (mean_square / (1 - self.memory ** state["age"])).sqrt_().add_(1e-8)
-                    p.addcdiv_(p.grad, size, value=-group["lr"]).add_(noise.div_(size.sqrt_()))
-                else:
-                    p.add_(p.grad, alpha=-group["lr"]).add_(noise)
-        return loss
-
-
 class SGLD(Method):
-    """Langevin chains side by side; arguments as for `Method`, but `lr` and the seed instead of an optimiser.
+    """Langevin chains in parallel; arguments as for `Method`, with `lr` and a seed instead of an optimiser.
 
     Args:
-        lr: step size on the scaled log density; an exact sampler only in the limit of small steps.
-        temperature: 1 samples the density itself, less a sharper one.
-        memory: how slowly the preconditioner forgets (0.99 suits networks); 0 switches it off.
+        lr: step size on the scaled log density; sampling is exact only in the limit of small steps.
+        temperature: 1 samples the density itself, a lower temperature a sharper one.
+        memory: decay rate of the preconditioner (0.99 suits networks); 0 switches it off.
+        seed: of the noise.
     """
 
     name: ClassVar[str] = "sgld"
+    optimizer: "Langevin"
 
     def __init__(
         self,
@@ -86,25 +47,56 @@ class SGLD(Method):
     ) -> None:
         if not (lr > 0 and temperature >= 0 and 0 <= memory < 1):
             raise ConfigError(
-                "lr must be positive, temperature not negative and memory in [0, 1), "
+                "lr must be positive, temperature at least 0 and memory in [0, 1), "
                 f"got lr={lr}, temperature={temperature}, memory={memory}."
             )
 
         def make(named: list[tuple[str, Tensor]]) -> Langevin:
-            return Langevin(named, lr, temperature, scale, memory, seed)
+            noise = temperature * scale  # because the gradients are scaled
+            return Langevin(named, seed, lr=lr, temperature=noise, memory=memory)
 
         super().__init__(log_density, particles, make, scale=scale, **options)
 
     def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:  # noqa: ARG002
-        """The gradient is the direction; the noise comes with the step, for those who take it."""
-        assert isinstance(self.optimizer, Langevin)
         self.optimizer.alive = alive
 
     def state_dict(self) -> dict[str, Any]:
-        assert isinstance(self.optimizer, Langevin)
         return {**super().state_dict(), "noise": self.optimizer.generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state(state)
+        torch.Generator(self.optimizer.generator.device).set_state(state["noise"])  # raises if it is another kind's
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        assert isinstance(self.optimizer, Langevin)
         self.optimizer.generator.set_state(state["noise"])
+
+
+class Langevin(torch.optim.Optimizer):
+    """Gradient descent with noise, for tensors of stacked particles."""
+
+    def __init__(self, named: list[tuple[str, Tensor]], seed: int, **settings: float) -> None:
+        super().__init__(named, settings)
+        first = named[0][1]
+        self.generator = torch.Generator(first.device).manual_seed(seed)
+        self.alive = torch.ones(len(first), dtype=torch.bool, device=first.device)
+        """The particles that receive noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Move along the gradients and add noise."""
+        for group in self.param_groups:
+            lr, memory = group["lr"], group["memory"]
+            for p in group["params"]:
+                noise = torch.randn(p.shape, generator=self.generator, device=p.device, dtype=p.dtype)
+                noise.mul_((2 * lr * group["temperature"]) ** 0.5)
+                noise.masked_fill_(~self.alive.view(-1, *[1] * (p.ndim - 1)), 0.0)
+                if not memory:
+                    p.add_(p.grad, alpha=-lr).add_(noise)
+                    continue
+                state = self.state[p]
+                mean_square = state.setdefault("mean_square", torch.zeros_like(p))
+                mean_square.mul_(memory).addcmul_(p.grad, p.grad, value=1 - memory)
+                state["age"] = state.get("age", 0) + 1
+                size = (mean_square / (1 - memory ** state["age"])).sqrt_().add_(1e-8)
+                p.addcdiv_(p.grad, size, value=-lr).add_(noise.div_(size.sqrt_()))

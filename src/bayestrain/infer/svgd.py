@@ -1,18 +1,17 @@
-"""Stein variational gradient descent: n particles that move until they lie like draws from a density.
+"""Stein variational gradient descent (Liu & Wang 2016): particles that move until they lie like draws from a density.
 
-Each particle climbs the log density, pulled along by the gradients of the particles near it, and is pushed away from
-them so that all do not end on one peak (Liu & Wang 2016, eq. 8)::
+Each particle climbs the log density, driven by the gradients of the particles near it, and is repelled by them, which
+keeps all of them from ending on one peak (eq. 8)::
 
     phi(theta_k) = 1/n sum_i [ K(theta_i, theta_k) grad log p(theta_i)  +  grad_{theta_i} K(theta_i, theta_k) ]
-                                  the drive: up the hill                       the repulsion: apart
+                                              drive                                   repulsion
 
-Write the particles as the rows of Theta and their gradients as the rows of G, both ``(n, D)``. For a kernel of the
-squared distance, ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)`` with K' its slope, so both sums are products of an
-``n x n`` matrix with an ``n x D`` one::
+With the particles as rows of Theta and their gradients as rows of G, both ``(n, D)``, and a kernel of the squared
+distance with slope K', ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)``, so both sums are matrix products::
 
     phi = ( K @ G  +  2 (K' @ Theta - rowsum(K') * Theta) ) / n
 
-Nothing of size ``n x n x D`` exists, and the work beside the gradients themselves is small.
+No tensor of size ``n x n x D`` is made.
 """
 
 from collections.abc import Sequence
@@ -29,17 +28,17 @@ from bayestrain.infer.particles import Particles, centred, columns, matrices
 class SVGD(Method):
     """Stein variational gradient descent; arguments as for `Method`, and two more.
 
-    The optimiser gets ``scale * phi``. Adam is a good choice: phi's size changes a lot on the way.
+    Adam is a good optimiser for it, because the size of phi changes a lot during training.
 
     Args:
-        kernel: see `infer.kernels`.
-        times_n: multiply phi by the number of particles. One that feels no other then moves along its own gradient,
-            whatever that number is, and learning rates need not know it.
+        kernel: a function of squared distances, see `infer.kernels`.
+        times_n: multiply phi by the number of particles. A particle far from all others then moves along its own
+            gradient, so that learning rates do not depend on n.
     """
 
     name: ClassVar[str] = "svgd"
     fewest: ClassVar[int] = 2
-    advice: ClassVar[str] = "One particle has nobody to keep a distance from: use MAP for a single point."
+    advice: ClassVar[str] = "A single particle has nothing to be repelled by: use MAP for a single point."
 
     def __init__(
         self,
@@ -64,9 +63,9 @@ class SVGD(Method):
 
 @torch.no_grad()
 def stein_direction_(particles: Tensor, gradients: Tensor, K: Tensor, slope: Tensor, alive: Tensor) -> None:
-    """Replace the gradients by phi, both ``(n, D)``. Particles not `alive` neither move nor matter."""
+    """Replace the gradients by phi, both ``(n, D)``; particles that are not `alive` have no influence."""
     for theta, g in zip(columns(particles), columns(gradients), strict=True):
-        theta = centred(theta, alive)  # the repulsion knows differences only, and small ones are exact this way
+        theta = centred(theta, alive)  # the repulsion depends on differences only; centring keeps small ones exact
         drive = K @ g  # (n, n) @ (n, columns)
         repulsion = 2 * (slope @ theta - slope.sum(1, keepdim=True) * theta)
         g.copy_((drive + repulsion) / alive.sum().clamp_min(1))

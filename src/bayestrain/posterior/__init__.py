@@ -1,22 +1,22 @@
-"""A posterior over a network's weights: particles that train, shrink and predict together."""
+"""A posterior over a network's weights: particles that train, are compacted and predict together.
 
-from bayestrain.posterior.compaction import stacked_cores, stacked_log_lambdas
-from bayestrain.posterior.joint import CallableLikelihood, Joint
-from bayestrain.posterior.memory import MemoryEstimate, retain_freed_memory
+`Likelihood` and its kinds also serve a single network; `ClassPrediction` and `RegressionPrediction` say what is
+predicted and how certain it is.
+"""
+
+from bayestrain.posterior.calibration import at_temperature, fit_temperature
+from bayestrain.posterior.classification import ClassPrediction
+from bayestrain.posterior.joint import Joint
+from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
+from bayestrain.posterior.metrics import auroc, classification_metrics, risk_coverage
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.posterior.posterior import Posterior, PosteriorStep
+from bayestrain.posterior.prediction import Prediction
+from bayestrain.posterior.regression import RegressionPrediction
 from bayestrain.posterior.starts import around, independent
 
 __all__ = [
-    "CallableLikelihood",
-    "Joint",
-    "MemoryEstimate",
-    "ParticleModel",
-    "Posterior",
-    "PosteriorStep",
-    "around",
-    "independent",
-    "retain_freed_memory",
-    "stacked_cores",
-    "stacked_log_lambdas",
-]
+    "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Likelihood", "ParticleModel", "Posterior",
+    "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood", "at_temperature",
+    "auroc", "classification_metrics", "fit_temperature", "independent", "risk_coverage",
+]  # fmt: skip

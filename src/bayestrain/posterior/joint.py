@@ -1,8 +1,12 @@
-"""The joint density of data and weights as one module, so that stacked tensors can stand in for its parameters."""
+"""The joint density of data and weights as one module, with stacked particles in the place of its tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,91 +14,120 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
-from bayestrain.forming import FormTogether
 from bayestrain.infer import stack
-from bayestrain.layers.planned import transformed
-from bayestrain.predict import Likelihood, Prediction, check_log_prob
-from bayestrain.prior import Prior
+from bayestrain.posterior.likelihoods import Likelihood, full_precision, one_tensor
+from bayestrain.prior import NormalPrior
 
-PerDatum = Callable[[Tensor, Tensor], Tensor]
+Module = TypeVar("Module", bound=nn.Module)
 
-
-def one_tensor(outputs: object) -> Tensor:
-    """What a network returned, or a `ConfigError` if that is no tensor."""
-    if not isinstance(outputs, Tensor):
-        raise ConfigError(
-            f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that picks one."
-        )
-    return outputs
+Part = Callable[..., dict[str, Tensor]]
+"""A method of `Joint` that `Joint.batched` runs for one particle or many."""
 
 
 class Joint(nn.Module):
-    """A network with its likelihood and prior; only ever called with particles in the place of its parameters."""
+    """A network with its likelihood and prior, called with the tensors of particles in the place of its own.
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, prior: Prior | None, num_data: int) -> None:
+    `torch.func.functional_call` swaps tensors inside the module while it runs, so a module serves one thread at a time.
+    Training runs on this one, under a lock; predictions run on copies that are `lent`.
+    """
+
+    def __init__(
+        self, model: nn.Module, likelihood: Likelihood, prior: NormalPrior | None = None, num_data: int = 1
+    ) -> None:
         super().__init__()
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
         self.prior_weight: Tensor | float = 1.0
-        """The prior's weight of this step. A tensor, so that a captured step sees it change."""
-        self.alone = False
-        """Whether a single particle goes without vmap, like a network by itself; dropout then draws other numbers."""
-        self.forming, self.forming_to_predict = FormTogether(model), FormTogether(model)
-        """Weights of equal layers, by the layers' plans for training and for predictions."""
-        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Leaves out of training what has no effect on it."""
-        self.aliases = _aliases(self)
-        """Other places of tensors that stand in several modules, and the names that particles have for them."""
+        """The prior's weight in this step; a tensor, so that a captured step sees it change."""
+        self._aliases = _aliases(self)
+        self._lock, self._idle = RLock(), list[Joint]()
 
-    def forward(self, what: str, *inputs: Tensor) -> dict[str, Tensor]:
-        """For one particle its "likelihood" or "prior", its "outputs", what these "describe", or lambda's "step"."""
-        if what == "likelihood":
-            return self._likelihood(*inputs)
-        if what == "prior":
-            assert self.prior is not None
-            value = self.prior.log_prob()
-            return {"density": self.prior_weight * value, "prior": value.detach()}
-        if what == "outputs":
-            return {"outputs": self._outputs(self.forming_to_predict, *inputs)}
-        if what == "describe":
-            return self.likelihood.describe(self._outputs(self.forming_to_predict, *inputs))
+    def forward(self, part: Part, *inputs: Tensor) -> dict[str, Tensor]:
+        """Run one of the methods below, for one particle."""
+        return part(self, *inputs)
+
+    def log_likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """``N * mean log likelihood`` of a batch, that mean, and the outputs."""
+        outputs = full_precision(one_tensor(self.model(x)))
+        mean = self.likelihood.log_prob(outputs, y).mean()
+        return {"density": self.num_data * mean, "mean": mean.detach(), "outputs": outputs.detach()}
+
+    def log_prior(self) -> dict[str, Tensor]:
+        """The log prior of all weights and lambdas, weighted and not."""
+        assert self.prior is not None
+        value = self.prior.log_prob()
+        return {"density": self.prior_weight * value, "value": value.detach()}
+
+    def move_lambda(self) -> dict[str, Tensor]:
+        """The prior's own step, in place."""
         assert self.prior is not None
         self.prior.step()
         return {}
 
-    def _outputs(self, forming: Callable[[], AbstractContextManager[None]], *inputs: Tensor) -> Tensor:
-        with forming() if self.alone and not transformed() else nullcontext():
-            return self.model(*inputs)  # type: ignore[no-any-return]
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        """What the network returns."""
+        return {"outputs": one_tensor(self.model(x))}
 
-    def _likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """``N * mean log likelihood``, that mean, and the outputs."""
-        with self.idle():
-            outputs = self._outputs(self.forming, x)
-        outputs = one_tensor(outputs)
-        if outputs.dtype in (torch.bfloat16, torch.half):
-            outputs = outputs.float()
-        log_probs = self.likelihood(outputs, y)
-        check_log_prob(log_probs, len(y))
-        data = log_probs.mean()
-        return {"density": self.num_data * data, "data": data.detach(), "outputs": outputs.detach()}
+    def describe(self, x: Tensor) -> dict[str, Tensor]:
+        """What the likelihood says of the network's outputs."""
+        return self.likelihood.describe(one_tensor(self.model(x)))
 
-    def batched(self, particles: Mapping[str, Tensor], what: str, *inputs: Tensor) -> dict[str, Tensor]:
-        """`forward` for all particles at once, on the same inputs."""
+    def batched(self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor) -> dict[str, Tensor]:
+        """Run a method for all particles on the same inputs: several under `torch.vmap`, a single one as it is."""
 
-        def one(tensors: dict[str, Tensor]) -> Any:
-            others = {alias: tensors[name] for alias, name in self.aliases.items() if name in tensors}
-            return functional_call(self, {**tensors, **others}, (what, *inputs), tie_weights=False)
+        def one(tensors: Mapping[str, Tensor]) -> Any:
+            others = {alias: tensors[name] for alias, name in self._aliases.items() if name in tensors}
+            return functional_call(self, {**tensors, **others}, (part, *inputs), tie_weights=False)
 
-        predicted = what in ("outputs", "describe")
-        if (predicted or (what == "likelihood" and self.alone)) and len(next(iter(particles.values()))) == 1:
-            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})  # its way back is a view
-            return {name: tensor[None] for name, tensor in found.items()}
-        # Dropout and the like draw anew for every particle. Batch norm cannot ask for other memory formats in there.
-        inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)  # one channel: contiguous in both
-        return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
+        with self._lock:
+            if len(next(iter(particles.values()))) == 1:
+                found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})
+                return {name: tensor[None] for name, tensor in found.items()}
+            # Batch norm under vmap cannot ask for other memory formats, so a channel of one must not look like one.
+            inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)
+            try:
+                return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                if "vmap" not in str(error) and "Batching rule not implemented" not in str(error):
+                    raise
+                raise ConfigError(
+                    "The network cannot run for several particles at once: it has an operation that torch.vmap does "
+                    "not support, such as an LSTM, or branches on values. Pass chunk=1 to run particles one by one. "
+                    f"PyTorch says: {str(error).split('. ')[0]}."
+                ) from error
+
+    @contextmanager
+    def lent(self) -> Iterator[Joint]:
+        """Lends a copy of the modules that shares the tensors, in evaluation mode, to one caller at a time.
+
+        Making one takes as long as a small batch, so they are kept for the next callers.
+        """
+        with self._lock:
+            idle = self._idle
+            joint = idle.pop() if idle else Joint(_twin(self.model), self.likelihood)
+            joint.likelihood = _twin(self.likelihood)  # always fresh, because its noise may be set at any time
+        try:
+            yield joint.eval()
+        finally:
+            idle.append(joint)
+
+    def forget_copies(self) -> None:
+        """Make new copies from here on, because the modules have changed."""
+        self._idle = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_idle")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=RLock(), _idle=[])
+
+
+def _twin(module: Module) -> Module:
+    """A copy of the modules that shares their tensors."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
 
 
 def _aliases(joint: nn.Module) -> dict[str, str]:
-    """``{name of a place: first name of the tensor in it}`` for all but the first; a module counts under one name."""
+    """``{other place of a tensor: its first place}`` for tensors that stand in several modules."""
     first: dict[Tensor, str] = {}
     found = {}
     for path, module in joint.named_modules():
@@ -105,44 +138,22 @@ def _aliases(joint: nn.Module) -> dict[str, str]:
     return found
 
 
-class CallableLikelihood(Likelihood):
-    """A plain function ``(outputs, targets) -> (B,)`` as a likelihood: enough to train, not to predict."""
-
-    def __init__(self, log_prob: PerDatum) -> None:
-        super().__init__()
-        self.log_prob = log_prob
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.log_prob(outputs, targets)
-
-    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"outputs": outputs}
-
-    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:  # noqa: ARG002
-        raise ConfigError(
-            "A plain function as likelihood says nothing of predictions. Use posterior.outputs(x), or a Likelihood "
-            "with describe() and prediction()."
-        )
-
-
 def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """``(particles, carried)``: trainable parameters and buffers of all, stacked. Frozen ones must be the same."""
+    """Stack the trainable parameters and the buffers of all; frozen parameters must be the same."""
     for name, module in joints[0].named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
             raise ConfigError(
-                f"{name.removeprefix('model.')!r} averages its statistics over all batches (momentum=None), which many "
-                "networks at once cannot. Give it a momentum, as 0.1; refresh_statistics averages at the end."
+                f"{name.removeprefix('model.')!r} averages its statistics over all batches (momentum=None), which "
+                "particles cannot. Give it a momentum such as 0.1; refresh_statistics averages at the end."
             )
     for name, frozen in joints[0].named_parameters():
-        if frozen.requires_grad:
-            continue
-        for i, other in enumerate(joints[1:], start=1):
-            if not torch.equal(other.get_parameter(name), frozen):
+        for i, other in enumerate(joints):
+            if not frozen.requires_grad and not torch.equal(other.get_parameter(name), frozen):
                 raise ConfigError(
-                    f"{name.removeprefix('model.')!r} is frozen, which makes it common to all particles, but particle "
-                    f"{i} has other values there than particle 0. Load the same ones, or let it train."
+                    f"{name.removeprefix('model.')!r} is frozen, so all particles share it, but particle {i} has other "
+                    "values there than particle 0. Load the same values, or let it train."
                 )
     particles = stack([{name: p for name, p in joint.named_parameters() if p.requires_grad} for joint in joints])
     if not particles:
-        raise ConfigError("No parameter of the network trains: there is nothing to have a posterior over.")
+        raise ConfigError("No parameter of the network is trainable, so there is nothing to have a posterior over.")
     return particles, stack([dict(joint.named_buffers()) for joint in joints])

@@ -1,43 +1,56 @@
 """`ParticleModel`: n networks of one shape that predict together."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
-from operator import index
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayestrain.errors import ConfigError
-from bayestrain.layers.evaluation import evaluating
-from bayestrain.posterior.joint import Joint
-from bayestrain.posterior.memory import predicted_at_once
-from bayestrain.predict import Classification, Prediction, checked_labels, fit_temperature
-from bayestrain.sizes import count_parameters, ranks
+from bayestrain.nn.fast import fast
+from bayestrain.nn.sizes import count_parameters, ranks
+from bayestrain.posterior.calibration import fit_temperature
+from bayestrain.posterior.joint import Joint, Part
+from bayestrain.posterior.likelihoods import Classification, Likelihood
+from bayestrain.posterior.metrics import checked_labels
+from bayestrain.posterior.prediction import Prediction
+
+FEW = 1024
+"""So many networks times inputs predict at once without a look at memory."""
 
 FEWEST = 3
-"""Inputs that go together, at least, when batch norm's statistics are estimated: less could leave one by itself."""
+"""Inputs that batch norm's statistics are estimated from, at least: a single one has no variance."""
 
 
 class ParticleModel:
-    """Particles as stacked tensors, and the network and likelihood they belong to.
+    """Particles as stacked tensors, with the network and the likelihood they belong to.
+
+    Any number of threads may predict with it at the same time.
 
     Args:
-        joint: the network and the likelihood; which values its own tensors have does not matter, frozen ones excepted.
-        particles: stacked parameters ``{name in joint: (n, ..)}``.
+        joint: the network and the likelihood. The values of its own tensors do not matter, except frozen ones.
+        particles: stacked parameters ``{name in joint: (n, ...)}``; names are "model.<name in the network>".
         carried: stacked buffers, such as batch norm's statistics and lambda.
     """
 
+    chunk: int | None = None
+    """Particles that predict at once; None takes as many as memory suggests."""
+
     def __init__(self, joint: Joint, particles: dict[str, Tensor], carried: dict[str, Tensor]) -> None:
-        self.joint = joint
-        self.particles = particles
-        self.carried = carried
+        self.joint, self.particles, self.carried = joint, particles, carried
 
     @property
     def template(self) -> nn.Module:
-        """A network of the shape of all particles; its values are nobody's."""
+        """A network of the particles' shape; its values belong to no particle."""
         return self.joint.model
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of all particles."""
+        return self.joint.likelihood
 
     def __len__(self) -> int:
         return len(next(iter(self.particles.values())))
@@ -49,7 +62,7 @@ class ParticleModel:
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """``{layer name: (1, R_1, .., 1)}``, the same for all particles."""
+        """``{layer name: rank of every bond}``, the same for all particles."""
         return ranks(self.template)
 
     @property
@@ -58,113 +71,109 @@ class ParticleModel:
         return count_parameters(self.template)
 
     def particle(self, i: int) -> nn.Module:
-        """Particle i as a network of its own, in evaluation mode."""
+        """Return particle i as a network of its own, in evaluation mode."""
         if not -len(self) <= i < len(self):
-            raise ConfigError(f"There are particles 0 to {len(self) - 1}, but no {i}.")
-        model = copy.deepcopy(self.template)
+            raise ConfigError(f"i must be a particle from 0 to {len(self) - 1}, got {i}.")
+        with self.joint.lent() as joint:
+            model = copy.deepcopy(joint.model)
         own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name, tensor in {**self.particles, **self.carried}.items():
                 if name.startswith("model."):
                     own[name.removeprefix("model.")].copy_(tensor[i])
-        return model.eval()
+        return model
 
     def outputs(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Tensor:
-        """What every particle's network returns for x, ``(n, N, ..)``, on x's device."""
-        return self._all(x, batch_size, chunk, "outputs")["outputs"]
+        """Return what every particle's network returns for x, ``(n, N, ...)``, on x's device."""
+        return self._predict(Joint.outputs, x, batch_size, chunk)["outputs"]
 
     def predict(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Prediction:
-        """The prediction for inputs x, with its uncertainty; `batch_size` and `chunk` change memory, not results.
+        """Return the prediction for x with its uncertainty, on x's device.
 
         Args:
-            x: inputs, on any device; what comes back is on that device too.
-            batch_size: inputs at a time.
-            chunk: particles at a time; if None, as many particles and inputs as make no tensor of more than 1 GiB.
+            x: inputs, on any device.
+            batch_size: inputs at a time. This and `chunk` change memory, not results.
+            chunk: particles at a time.
         """
-        return self.joint.likelihood.prediction(self._all(x, batch_size, chunk, "describe"))
+        return self.likelihood.prediction(self._predict(Joint.describe, x, batch_size, chunk))
 
     def calibrate_(self, x: Tensor, labels: Tensor, batch_size: int = 1000, chunk: int | None = None) -> float:
         """Find the temperature at which the particles together predict these held-out data best, and keep it.
 
         For classification only.
         """
-        likelihood = self.joint.likelihood
+        likelihood = self.likelihood
         if not isinstance(likelihood, Classification):
             raise ConfigError(f"Only a Classification has a temperature, not {type(likelihood).__name__}.")
-        probabilities = self._all(x, batch_size, chunk, "describe")["probabilities"]
+        probabilities = self._predict(Joint.describe, x, batch_size, chunk)["probabilities"]
         likelihood.temperature = fit_temperature(probabilities, checked_labels(labels, probabilities))
         return likelihood.temperature
 
     @torch.no_grad()
-    def _all(self, x: Tensor, batch_size: int, chunk: int | None, what: str) -> dict[str, Tensor]:
-        if not all(hasattr(size, "__index__") and size >= 1 for size in (batch_size, 1 if chunk is None else chunk)):
-            raise ConfigError(f"batch_size and chunk must be integers of at least 1, got {batch_size} and {chunk}.")
-        batch_size, size = index(batch_size), None if chunk is None else index(chunk)
-        if not isinstance(x, Tensor):
-            raise ConfigError(f"Inputs must be a tensor, got a {type(x).__name__}.")
-        if len(x) == 0:
-            raise ConfigError("There is no input to predict for.")
-        tensors = {**self.particles, **self.carried}
-        with evaluating(self.template):
-            if size is None:
-                size, batch_size = predicted_at_once(self.joint, tensors, self._brought(x[:batch_size]), batch_size)
-            batches = [
-                [
-                    self.joint.batched({name: t.detach()[i : i + size] for name, t in tensors.items()}, what, part)
-                    for i in range(0, len(self), size)
-                ]
-                for part in map(self._brought, x.split(batch_size))
-            ]
-        rows = [{key: torch.cat([c[key] for c in chunks]).to(x.device) for key in chunks[0]} for chunks in batches]
-        return {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
+    def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
+        """Estimate batch norm's means and variances again, per particle, as averages over these batches of inputs.
 
-    def _brought(self, x: Tensor) -> Tensor:
-        """Inputs on the particles' device; images channels last where convolutions of one particle keep it busy."""
-        last = self.joint.alone and x.ndim == 4
-        return x.to(self.device, memory_format=torch.channels_last if last else torch.preserve_format)
+        During training each particle keeps running averages as PyTorch does; those lag behind the weights.
+        """
+        tensors, seen = self._tensors(), 0
+        with self.joint.lent() as joint:
+            norms = {n: m for n, m in joint.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
+            for x in (batch for batch in batches if len(batch)) if norms else ():
+                size, inputs = self._sizes(joint.eval(), tensors, Joint.outputs, x, len(x), None)
+                for part in x.tensor_split(-(-len(x) // max(inputs, FEWEST))):
+                    for name, norm in norms.items():
+                        if not seen:  # a value that is not finite would stay in an average
+                            self.carried[f"{name}.running_mean"].zero_()
+                            self.carried[f"{name}.running_var"].fill_(1.0)
+                        norm.train()
+                        norm.momentum = len(part) / (seen + len(part))  # the first replaces, others are averaged in
+                    seen += len(part)
+                    self._run(joint, tensors, Joint.outputs, part, size)
+
+    def to(self, device: torch.device | str) -> ParticleModel:
+        """Return the same particles on another device, to predict with; a `Posterior` trains where it was made."""
+        particles, carried = ({k: t.detach().to(device) for k, t in d.items()} for d in (self.particles, self.carried))
+        with self.joint.lent() as joint:
+            moved = ParticleModel(copy.deepcopy(joint).to(device), particles, carried)
+        moved.chunk = self.chunk
+        return moved
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a network needs to predict, which lambda is not part of."""
+        both = {**self.particles, **self.carried}
+        return {name: tensor.detach() for name, tensor in both.items() if ".rank_state." not in name}
 
     @torch.no_grad()
-    def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
-        """Estimate batch norm's means and variances anew, per particle, as means over these inputs, batch by batch.
+    def _predict(self, part: Part, x: Tensor, batch_size: int, chunk: int | None) -> dict[str, Tensor]:
+        if not all(hasattr(size, "__index__") and size >= 1 for size in (batch_size, chunk or 1)):
+            raise ConfigError(f"batch_size and chunk must be integers of at least 1, got {batch_size} and {chunk}.")
+        if not isinstance(x, Tensor) or len(x) == 0:
+            shown = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ConfigError(f"Inputs must be a tensor of at least one input, got {shown}.")
+        tensors = self._tensors()
+        with self.joint.lent() as joint:
+            size, inputs = self._sizes(joint, tensors, part, x, int(batch_size), chunk)
+            found = [self._run(joint, tensors, part, batch, size) for batch in x.split(inputs)]
+        return {name: torch.cat([each[name].to(x.device) for each in found], dim=1) for name in found[0]}
 
-        While particles train, each keeps running averages as PyTorch does; those lag behind and mix many past weights.
-        """
-        norms = {
-            name: norm
-            for name, norm in self.joint.named_modules()
-            if isinstance(norm, _BatchNorm) and norm.track_running_stats
-        }
-        if not norms:
-            return
-        size = most = measured = seen = 0
-        with evaluating(self.template), ExitStack() as afterwards:
-            for norm in norms.values():
-                afterwards.callback(setattr, norm, "momentum", norm.momentum)
-            tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
-            for x in (self._brought(batch) for batch in batches if len(batch)):
-                for name in norms if not seen else ():  # what is not finite would stay so in an average
-                    self.carried[f"{name}.running_mean"].zero_()
-                    self.carried[f"{name}.running_var"].fill_(1.0)
-                if len(x) > measured:
-                    measured = len(x)
-                    self.template.eval()  # a trial, of which nothing shall stay
-                    size, most = predicted_at_once(self.joint, tensors, x, measured)
-                    most = max(most, FEWEST)
-                    for norm in norms.values():
-                        norm.train()
-                for part in x.tensor_split(-(-len(x) // most)):
-                    seen += len(part)
-                    for norm in norms.values():
-                        norm.momentum = len(part) / seen  # the first ones replace, the others are averaged in
-                    for i in range(0, len(self), size):  # statistics change in place
-                        self.joint.batched({name: t[i : i + size] for name, t in tensors.items()}, "describe", part)
+    def _sizes(
+        self, joint: Joint, tensors: dict[str, Tensor], part: Part, x: Tensor, batch: int, chunk: int | None
+    ) -> tuple[int, int]:
+        """How many particles, and how many inputs, run at once."""
+        n, batch, chunk, perf = len(self), min(batch, len(x)), chunk or self.chunk, fast()
+        if chunk is not None or perf is None or n * batch <= FEW:
+            return int(chunk or n), batch
+        one = {name: tensor[:1] for name, tensor in tensors.items()}
+        found: tuple[int, int] = perf.memory.predicted_at_once(
+            lambda k: self._run(joint, one, part, x[:k], 1), n, batch
+        )
+        return found
 
-    def to(self, device: torch.device | str) -> "ParticleModel":
-        """The same particles on another device, to predict with; a `Posterior` trains where its networks were."""
-        moved = [{name: t.detach().to(device) for name, t in d.items()} for d in (self.particles, self.carried)]
-        joint = copy.deepcopy(self.joint).to(device)
-        joint.alone, joint.idle = False, nullcontext  # they were for training, and for the device here
-        return ParticleModel(joint, moved[0], moved[1])
+    def _run(self, joint: Joint, tensors: dict[str, Tensor], part: Part, x: Tensor, size: int) -> dict[str, Tensor]:
+        """Run all particles on one batch, `size` of them at a time."""
+        x, n = x.to(self.device), len(next(iter(tensors.values())))
+        chunks = [joint.batched({k: t[i : i + size] for k, t in tensors.items()}, part, x) for i in range(0, n, size)]
+        return {name: torch.cat([each[name] for each in chunks]) for name in chunks[0]}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} particles of {self.parameters_each:,} parameters)"

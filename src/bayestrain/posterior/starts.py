@@ -1,4 +1,4 @@
-"""Where particles start: apart, which is what makes a posterior of them, or around one point, as in the paper."""
+"""Where particles start: independently, which makes the posterior diverse, or around one point, as in the paper."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from bayestrain.errors import ConfigError
 
 
 def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[nn.Module]:
-    """n networks from `build`, each with random numbers of its own; the global generator is left as it was."""
+    """Call `build` n times, each with its own random numbers; the global generator is left as it was."""
     _check_number(n)
     models = []
     with torch.random.fork_rng(devices=[]):
@@ -22,13 +22,13 @@ def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[n
 
 @torch.no_grad()
 def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list[nn.Module]:
-    """n copies of a trained network, every trainable tensor with Gaussian noise of `scale` times its own size (RMS).
+    """Copy a trained network n times, with Gaussian noise of `scale` times its RMS added to every trainable tensor.
 
-    All of them lie in one mode of the posterior and will stay there: cheap, but hardly more diverse than the point.
+    All copies lie in one mode of the posterior and stay there: cheap, but hardly more diverse than the point.
     """
     _check_number(n)
     if not scale > 0:
-        raise ConfigError(f"scale must be positive, or all particles are one, got {scale}.")
+        raise ConfigError(f"scale must be positive, or all particles coincide, got {scale}.")
     generator = torch.Generator().manual_seed(seed)
     copies = [copy.deepcopy(model) for _ in range(n)]
     for twin in copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,23 +10,22 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior.compaction import tensor_name
-from bayestrain.predict import Classification
-from bayestrain.prior import NormalPrior, RankPrior
-from bayestrain.sizes import tt_layers
+from bayestrain.nn.factorized import FactorizedWeight
+from bayestrain.posterior.likelihoods import Classification
+from bayestrain.prior import RankPrior
 
 if TYPE_CHECKING:
     from bayestrain.posterior.posterior import Posterior
 
 
 def state_of(posterior: Posterior) -> dict[str, Any]:
-    """The state, for `load_state`."""
-    prior, likelihood = posterior.prior, posterior.joint.likelihood
+    """Return the state, for `load_state`."""
+    prior, likelihood = posterior.prior, posterior.likelihood
     return {
         "method": posterior.method.state_dict(),
         "prior": prior.state_dict(),
         "ranks_fixed": not isinstance(prior, RankPrior),
-        "variance": prior.variance if isinstance(prior, NormalPrior) else None,
+        "variance": prior.variance,
         "shared": _shared(posterior),
         "temperature": likelihood.temperature if isinstance(likelihood, Classification) else None,
     }
@@ -33,52 +33,69 @@ def state_of(posterior: Posterior) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(posterior: Posterior, state: Mapping[str, Any]) -> None:
-    """Go back to a saved state, perhaps one with other ranks; one that does not fit is refused before any change."""
+    """Restore a state, perhaps one with other ranks; check all of it before the first change."""
     _check(posterior, state)
     saved, carried, shared = state["method"]["particles"], state["method"]["carried"], state["shared"]
     if state["ranks_fixed"]:
         posterior.fix_ranks_(state["variance"], state["prior"]["weight"])
-    for name, layer in tt_layers(posterior.template).items():
-        keys = [tensor_name(name, f"cores.{k}") for k in range(len(layer.cores))]
-        layer.set_cores([shared[key] if key in shared else saved[key][0] for key in keys])
-        for bond in range(1, len(keys)):
-            if (u := carried.get(tensor_name(name, f"rank_state.log_lambda_{bond}"))) is not None:
-                assert layer.rank_state is not None
-                layer.rank_state.set_log_lambda(bond, u[0].to(posterior.device).clone())
+    first = {name: tensor[0] for name, tensor in {**saved, **carried}.items()} | dict(shared)
+    posterior.joint.load_state_dict(first)  # factorised weights take the ranks they find
     for name, tensor in posterior.particles.items():
         if saved[name].shape != tensor.shape:
             tensor.data = tensor.new_empty(saved[name].shape)
     for name, tensor in carried.items():
         posterior.carried[name] = tensor.to(posterior.device).clone()
-    for name, tensor in shared.items():
-        posterior.joint.get_parameter(name).copy_(tensor)
     posterior.method.load_state_dict(state["method"])
     posterior.prior.load_state_dict(state["prior"])
-    temperature = state.get("temperature")
-    if isinstance(posterior.joint.likelihood, Classification) and temperature is not None:
-        posterior.joint.likelihood.temperature = temperature
+    if isinstance(posterior.likelihood, Classification) and state["temperature"] is not None:
+        posterior.likelihood.temperature = state["temperature"]
 
 
 def _shared(posterior: Posterior) -> dict[str, Tensor]:
-    """Frozen parameters, common to all particles; compaction may have cut them."""
+    """Frozen parameters, which all particles share."""
     return {n: p.detach() for n, p in posterior.joint.named_parameters() if n not in posterior.particles}
 
 
 def _check(posterior: Posterior, state: Mapping[str, Any]) -> None:
-    saved, carried, shared = state["method"]["particles"], state["method"]["carried"], state["shared"]
-    here = _shared(posterior)
-    left = {name for name in posterior.carried if not (state["ranks_fixed"] and ".rank_state." in name)}
-    if (saved.keys(), carried.keys(), shared.keys()) != (posterior.particles.keys(), left, here.keys()):
-        raise ShapeError("The saved posterior is one of another network or prior: its tensors have other names.")
-    if (number := len(next(iter(saved.values())))) != len(posterior):
-        raise ShapeError(f"The saved posterior has {number} particles, this one {len(posterior)}.")
-    if state["method"]["method"] != posterior.method.name:
-        raise ConfigError(f"This is a state of {state['method']['method']!r}, not of {posterior.method.name!r}.")
-    layers = tt_layers(posterior.template)
-    cores = {tensor_name(name, f"cores.{k}") for name, layer in layers.items() for k in range(len(layer.cores))}
-    own = {**posterior.particles, **posterior.carried, **here}
-    for name, tensor in {**saved, **carried, **shared}.items():
-        first = 1 if name in shared else 2  # the ranks of a core are its outer dimensions, behind the particles
-        apart = slice(first, -1) if name in cores else slice(None)
-        if ".rank_state." not in name and tensor.shape[apart] != own[name].shape[apart]:
-            raise ShapeError(f"The saved posterior is one of another network: {name!r} has another shape there.")
+    """Raise unless the state fits."""
+    missing = {"method", "prior", "ranks_fixed", "variance", "shared", "temperature"} - state.keys()
+    if missing:
+        raise ConfigError(f"This is no state of a posterior: {sorted(missing)} is missing. Pass a state_dict().")
+    posterior.method.check_state(state["method"])
+    copy.copy(posterior.prior).load_state_dict(state["prior"])
+    if state["temperature"] is not None:
+        Classification(state["temperature"])
+    shared, here = state["shared"], _shared(posterior)
+    stacked = {**state["method"]["particles"], **state["method"]["carried"]}
+    own = {**posterior.particles, **posterior.carried}
+    left = {name for name in own if not (state["ranks_fixed"] and ".rank_state." in name)}
+    if stacked.keys() != left or shared.keys() != here.keys():
+        raise ShapeError("The saved posterior is of another network or prior: its tensors have other names.")
+    ranked = _check_ranks(posterior, {**{name: tensor[0] for name, tensor in stacked.items()}, **shared})
+    n = len(posterior)
+    for name, tensor in {**stacked, **shared}.items():
+        mine = own[name] if name in stacked else here[name]
+        if (name in stacked and len(tensor) != n) or (name not in ranked and tensor.shape != mine.shape):
+            raise ShapeError(
+                f"The saved posterior is of another network: {name!r} has shape {tuple(tensor.shape)} there and "
+                f"{tuple(mine.shape)} here."
+            )
+
+
+def _check_ranks(posterior: Posterior, one: Mapping[str, Tensor]) -> set[str]:
+    """Check the tensors of one particle whose shapes depend on ranks; return their names."""
+    names: set[str] = set()
+    for place, weight in posterior.joint.named_modules():
+        if not isinstance(weight, FactorizedWeight):
+            continue
+        cores = [f"{place}.cores.{k}" for k in range(len(weight.cores))]
+        sizes = weight.equation.sizes([one[name].shape for name in cores])
+        if tuple(sizes[mode] for mode in weight.equation.modes) != weight.layout.sizes:
+            raise ShapeError(f"The saved posterior is of another network: {cores[0]!r} and its neighbours differ.")
+        names |= set(cores)
+        for bond, label in enumerate(weight.equation.bonds):
+            name = f"{place}.rank_state.log_lambda_{bond}"
+            if name in one and one[name].shape != (sizes[label],):
+                raise ShapeError(f"The saved {name!r} must have {sizes[label]} entries, got {tuple(one[name].shape)}.")
+            names.add(name)
+    return names

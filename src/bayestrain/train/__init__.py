@@ -1,25 +1,25 @@
-"""Training runs: configs here, the loop and the run folder beside them.
+"""One way to train: `fit` for any module, data and likelihood; `run` for what the command line trains."""
 
-Importing this is light; `bayestrain.train.experiment` and `bayestrain.train.fitting` bring torch.
-"""
-
-from bayestrain.train.config import (
-    DataConfig,
-    ExperimentConfig,
-    FitConfig,
-    PriorConfig,
-    RunConfig,
-    TensorizeSettings,
-)
-from bayestrain.train.progress import Progress, Silent
+from bayestrain.train.callbacks import Callback, Plan, Progress, ProgressPrinter
+from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, RunConfig, RunSettings, TensorizeSettings
+from bayestrain.train.fit import FitResult, fit
+from bayestrain.train.folder import RunFolder
+from bayestrain.train.muon import Muon, muon_groups
 
 __all__ = [
-    "DataConfig",
-    "ExperimentConfig",
+    "Callback",
     "FitConfig",
+    "FitResult",
+    "Muon",
+    "Plan",
+    "PosteriorConfig",
     "PriorConfig",
     "Progress",
+    "ProgressPrinter",
     "RunConfig",
-    "Silent",
+    "RunFolder",
+    "RunSettings",
     "TensorizeSettings",
+    "fit",
+    "muon_groups",
 ]

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 
 import bayestrain
-from bayestrain.errors import ConfigError
-from bayestrain.files import write_json
-from bayestrain.train.checkpoint import epochs_kept
-from bayestrain.train.records import read_record
+from bayestrain.train.folder import RunFolder, read_json
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Everything that may be asked of a result later."""
+    """Everything that someone may ask about a result later."""
     commit, dirty = source_version()
     return {
         "bayestrain": bayestrain.__version__,
@@ -36,47 +33,39 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def note_environment(out: Path, device: torch.device, command: str) -> dict[str, Any]:
-    """Write what the run in `out` runs on now, and of a resumed run what each `earlier` part ran on, up to which epoch.
+def record_environment(folder: RunFolder, device: torch.device, command: str, epochs: int) -> dict[str, Any]:
+    """Write ``environment.json``; a run that is resumed after `epochs` epochs keeps what its `earlier` parts ran on.
 
-    `started` and `command` stay those of the beginning. A part of which no checkpoint is left is none.
+    `started` and `command` stay those of the first part. A part that left no epoch behind does not count.
     """
-    now = {**describe_environment(device), "command": command}
-    file = out / "environment.json"
-    if file.exists():
-        advice = " Remove it, then go on with --resume."
-        before = read_record(file, ("started", "command"), advice)
-        earlier, reached = before.get("earlier", []), epochs_kept(out)
-        try:
-            earlier = [part for part in earlier if 0 < part["epochs"] <= reached]  # of the others nothing is left
-        except (TypeError, KeyError) as error:
-            raise ConfigError(f"{file} is damaged: earlier is no list of parts.{advice}") from error
-        part = {key: value for key, value in before.items() if key in now and key != "command"}
-        part |= {"started": before.get("resumed", before["started"]), "epochs": reached}
-        if reached > (earlier[-1]["epochs"] if earlier else 0):
-            earlier = [*earlier, part]
-        begun = {key: before[key] for key in ("started", "command")}
-        now = {**now, **begun, "resumed": now["started"], "earlier": earlier}
-    write_json(file, now)
+    now: dict[str, Any] = {**describe_environment(device), "command": command, "earlier": []}
+    file = folder.path / "environment.json"
+    if file.exists() and epochs:
+        before = read_json(file, "started", "command", "earlier")
+        part = {key: value for key, value in before.items() if key not in ("command", "earlier", "resumed")}
+        part |= {"started": before.get("resumed", before["started"]), "epochs": epochs}
+        earlier = [{**one, "epochs": min(one["epochs"], epochs)} for one in before["earlier"]]
+        if not earlier or earlier[-1]["epochs"] < epochs:
+            earlier.append(part)
+        now |= {"resumed": now["started"], "earlier": earlier, **{key: before[key] for key in ("started", "command")}}
+    folder.write_json("environment.json", now)
     return now
 
 
 def source_version() -> tuple[str | None, bool | None]:
-    """The commit this package's source is at and whether it differs from it; None outside of a checkout."""
+    """The commit of this package's source and whether it was changed since; None outside of a checkout."""
     here = Path(bayestrain.__file__).parent
     try:
-        # Only a checkout of this project counts, not some repository that an installed copy happens to lie in.
-        top = _git(here, "rev-parse", "--show-toplevel")
-        if here != Path(top) / "src" / "bayestrain":
+        # Only a checkout of this project counts, not some repository that contains an installed copy.
+        if here != Path(_git(here, "rev-parse", "--show-toplevel")) / "src" / "bayestrain":
             return None, None
-        changes = _git(here, "status", "--porcelain", "--", str(here))
-        return _git(here, "rev-parse", "HEAD"), bool(changes)
+        return _git(here, "rev-parse", "HEAD"), bool(_git(here, "status", "--porcelain", "--", str(here)))
     except (OSError, subprocess.SubprocessError):
         return None, None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: on the GPU by tensors, else by this process."""
+    """The most memory used so far: on a GPU by tensors, otherwise by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -84,9 +73,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a killed run leaves no lock in a checkout
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    return result.stdout.strip()
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a killed run leaves no lock behind
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""The learning rate at any moment, as a pure function: nothing to save, nothing to restore."""
+"""Learning rate and size at any time, as pure functions: nothing to save, nothing to restore."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 from bayestrain.train.config import FitConfig
 
 ARRIVED = 0.8
-"""Part of the search after which a network that has a target should have its size."""
+"""Fraction of the search after which a network with a target size should have that size."""
 
 
 def learning_rate(config: FitConfig, epoch: float, search_ended: int | None = None) -> float:
     """The rate after `epoch` epochs; a fraction counts steps.
 
-    The fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule goes on through it. It
-    begins when the search was over, if that was earlier than planned.
+    Fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule continues through it. It starts
+    when the search has ended, which may be earlier than planned.
     """
-    begins = config.epochs if search_ended is None else search_ended
-    tuned, length = epoch - begins, config.epochs + config.finetune_epochs - begins
+    start = config.epochs if search_ended is None else search_ended
+    tuned, length = epoch - start, config.epochs + config.finetune_epochs - start
     if config.finetune_lr and length and tuned >= 0:
         return config.finetune_lr * _cosine(tuned / length)
     length = config.epochs if config.finetune_lr else config.epochs + config.finetune_epochs
@@ -32,26 +32,16 @@ def learning_rate(config: FitConfig, epoch: float, search_ended: int | None = No
     return config.lr * warmup * factor
 
 
-def wanted_ratio(config: FitConfig, epoch: float, start: float) -> float:
-    """How many times smaller than dense the network should be after `epoch` epochs, on its way to the target.
+def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) -> int:
+    """The parameters that a network on its way to `target` should have after `epoch` epochs.
 
-    From the `start` at the first cut it grows by the same factor each epoch, and is the target when most of the search
-    is over.
+    From the `start` at the first cut they shrink by the same factor each epoch and reach the target when most of the
+    search is over.
     """
     last = ARRIVED * config.epochs
-    done = min(max((epoch - config.compact_from) / max(last - config.compact_from, 1.0), 0.0), 1.0)
-    return float(start * (config.target_ratio / start) ** done) if done < 1 else config.target_ratio
+    done = min(max((epoch - config.first_cut) / max(last - config.first_cut, 1.0), 0.0), 1.0)
+    return target if done == 1 else math.floor(start * (target / start) ** done)
 
 
 def _cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
-def steps_per_epoch(images: int, batch_size: int) -> int:
-    """Batches of a pass over the training images."""
-    return math.ceil(images / batch_size) - leaves_one(images, batch_size)
-
-
-def leaves_one(images: int, batch_size: int) -> bool:
-    """Whether the last batch would be a single image, of which batch norm learns nothing: it is left out then."""
-    return images % batch_size == 1 and images > batch_size > 1

@@ -1,0 +1,93 @@
+"""The commands put together, and what happens when one fails."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from bayestrain import __version__
+from bayestrain.app.cli.data import data_app
+from bayestrain.app.cli.init import init
+from bayestrain.app.cli.predict import predict
+from bayestrain.app.cli.runs import evaluate, inspect, report
+from bayestrain.app.cli.screen import HELP, print_error
+from bayestrain.app.cli.train import train
+from bayestrain.errors import BayesTrainError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""How the system reports a disk without room."""
+
+
+class CleanErrors(TyperGroup):
+    """Turns an error of the user's into one message on stderr and exit code 2, and Ctrl-C into exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BayesTrainError as error:
+            fail(error, str(error))
+        except BrokenPipeError:
+            raise  # the reader of a pipe has gone, and click ends quietly
+        except OSError as error:
+            room = " Make room first." if error.errno in FULL else ""
+            what = "A file" if error.filename is None else error.filename
+            fail(error, f"{what} cannot be read or written: {error.strerror or error}.{room}")
+        except KeyboardInterrupt as error:
+            fail(error, "stopped by Ctrl-C.", 130)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            fail(error, "out of memory. Try fewer --particles, a smaller --set fit.batch_size=.. or posterior.chunk=..")
+
+
+def fail(error: BaseException, message: str, code: int = 2) -> NoReturn:
+    """Print one message, with the notes added to the error on its way, and leave."""
+    print_error(" ".join([message, *getattr(error, "__notes__", ())]))
+    raise typer.Exit(code) from None
+
+
+def out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether an error means that memory ran out, on a GPU or in PyTorch's CPU allocator."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+app = typer.Typer(
+    cls=CleanErrors,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"bayestrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Start with [bold]bayestrain train[/], which needs no download, or with [bold]bayestrain init[/].")
+def bayestrain(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, metavar="", help="Print the version.")
+    ] = False,
+) -> None:
+    """Compact neural networks that find their own tensor ranks while they train."""
+
+
+for command in (train, report, evaluate, inspect, predict, init):
+    app.command()(command)
+app.add_typer(data_app, name="data")
+
+
+def main() -> None:
+    """The console script `bayestrain`."""
+    sys.path.insert(0, str(Path.cwd()))  # where --model and --data are looked for, as `python -m` does
+    app(prog_name="bayestrain")

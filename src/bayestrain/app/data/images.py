@@ -1,0 +1,175 @@
+"""Labelled images in memory, and `load`, which returns a whole data set of them by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import Dataset
+
+from bayestrain.app.data import decode
+from bayestrain.app.data.catalog import find_spec
+from bayestrain.app.data.fetch import get
+from bayestrain.errors import ConfigError, DataError
+
+BLOCK_BYTES = 32 * 2**20
+"""How much of an epoch, as float images, is prepared at once on a GPU, where each small operation costs a launch."""
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Labelled images: `images` is uint8 (N, C, H, W), `labels` is int64 (N,).
+
+    Indexing returns (float image in [0, 1], label), so an ordinary `DataLoader` works. `batches` returns whole batches
+    without touching single images in Python. It applies `augment` to them, a function of float images such as
+    ``lambda x: flip(shift(x, 1))``; on a GPU that is given several batches at once.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> None:
+        if not (isinstance(images, Tensor) and isinstance(labels, Tensor)):
+            wrong = labels if isinstance(images, Tensor) else images
+            raise DataError(f"images and labels must be tensors, not {type(wrong).__name__}. Use torch.as_tensor(...)")
+        if images.dtype != torch.uint8 or images.dim() != 4:
+            raise DataError(f"images must be uint8 (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
+        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+            raise DataError(
+                f"labels must be int64 ({len(images)},), one per image, not {labels.dtype} {tuple(labels.shape)}"
+            )
+        self.images = images
+        self.labels = labels
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index].float() / 255, int(self.labels[index])
+
+    def __repr__(self) -> str:
+        return f"Images({len(self)} of shape {tuple(self.images.shape[1:])} on {self.images.device})"
+
+    def to(self, device: torch.device | str) -> Images:
+        """The same images on `device`; `batches` then copies nothing between devices."""
+        return Images(self.images.to(device), self.labels.to(device), self.augment)
+
+    def augmented(self, augment: Callable[[Tensor], Tensor] | None) -> Images:
+        """The same images, whose batches are augmented by `augment`."""
+        return Images(self.images, self.labels, augment)
+
+    def subset(self, indices: Tensor | Sequence[int]) -> Images:
+        """The images at `indices`, in that order."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
+        return Images(self.images[chosen], self.labels[chosen], self.augment)
+
+    def split(self, fraction: float, seed: int) -> tuple[Images, Images]:
+        """Hold out `fraction` of every class, for example for validation: (rest, held out).
+
+        The choice depends only on the labels, `fraction` and `seed`. Both parts keep the order of this set. What is
+        held out is not augmented.
+        """
+        if not 0 < fraction < 1:
+            raise ConfigError(f"fraction, the part held out, must be strictly between 0 and 1, not {fraction}")
+        generator = torch.Generator().manual_seed(seed)
+        labels = self.labels.cpu()
+        held_out = torch.zeros(len(self), dtype=torch.bool)
+        for label in labels.unique():
+            members = (labels == label).nonzero().squeeze(1)
+            shuffled = members[torch.randperm(len(members), generator=generator)]
+            held_out[shuffled[: round(fraction * len(members))]] = True
+        if held_out.all() or not held_out.any():
+            raise ConfigError(
+                f"holding out the fraction {fraction} of each class of {len(self)} images leaves one part empty. "
+                "Use a fraction nearer to 0.5, or more images"
+            )
+        rest, held = self.subset((~held_out).nonzero().squeeze(1)), self.subset(held_out.nonzero().squeeze(1))
+        return rest, held.augmented(None)
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        generator: Generator | None = None,
+        device: torch.device | str | None = None,
+        drop_last: bool = False,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pass over the set: batches of (float images in [0, 1], int64 labels) on `device`.
+
+        `shuffle` draws one permutation from `generator` (the global one if None). `device` defaults to that of this
+        set. `drop_last` omits a smaller last batch.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
+        if drop_last and batch_size > len(self):
+            raise ConfigError(
+                f"with drop_last, a batch_size of {batch_size} leaves no batch of {len(self)} images. "
+                "Lower batch_size or keep the last batch"
+            )
+        target = self.labels.device if device is None else torch.device(device)
+        block = batch_size
+        if target.type == "cuda" and len(self):
+            block *= max(1, BLOCK_BYTES // (4 * self.images[0].numel() * batch_size))
+
+        def one_pass() -> Iterator[tuple[Tensor, Tensor]]:
+            home, order = self.labels.device, None
+            if shuffle:
+                drawn_on = home if generator is None else generator.device
+                order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home)
+            stop = len(self) - len(self) % batch_size if drop_last else len(self)
+            for start in range(0, stop, block):
+                window = slice(start, min(start + block, stop))
+                chosen = window if order is None else order[window]
+                images = self.images[chosen].to(target).float() / 255
+                images = images if self.augment is None else self.augment(images)
+                yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
+
+        return one_pass()
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set as `load` returns it.
+
+    `mean` and `std` are those of the training pixels in [0, 1], one per channel. Nothing applies them for you:
+    normalise in the model, or with `normalize`. `source` says where the files came from.
+    """
+
+    name: str
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    source: str
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
+        mean, std = (images.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return (images - mean) / std
+
+
+def load(name: str, folder: str | os.PathLike[str] | None = None) -> Splits:
+    """Load the data set `name`: "mnist-mini", "mnist", "fashion-mnist" or "cifar10".
+
+    "mnist-mini" ships with BayesTrain. `get` looks for the others and fetches them if necessary; their checksums are
+    compared each time.
+
+    >>> digits = load("mnist-mini")
+    >>> digits.train
+    Images(10000 of shape (1, 28, 28) on cpu)
+    >>> images, labels = next(digits.train.batches(32, shuffle=False))
+    >>> images.shape, images.dtype, labels.shape
+    (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))
+    """
+    found, spec = get(name, folder), find_spec(name)
+    contents = [file.read(found.paths[file.name]) for file in spec.files]
+    if spec.format == "cifar":
+        batches = [decode.cifar_batch(content) for content in contents]
+        train = Images(torch.cat([x for x, _ in batches[:-1]]), torch.cat([y for _, y in batches[:-1]]))
+        test = Images(*batches[-1])
+    else:
+        x, y, x_test, y_test = (decode.idx(content) for content in contents)
+        train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
+    return Splits(name, train, test, spec.classes, spec.mean, spec.std, found.source)

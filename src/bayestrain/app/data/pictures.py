@@ -1,0 +1,105 @@
+"""Picture files of any size and mode, converted to the images a network was trained on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from bayestrain.errors import DataError
+
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
+"""Formats that are opened, whatever the file is called. Others of Pillow's run programs (EPS starts Ghostscript)."""
+MOST_PIXELS = 64 * 2**20
+BRIGHT = 127
+
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is raised is enough
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture ready for the network: uint8 (C, H, W), whether it was inverted, and what else was changed."""
+
+    path: Path
+    pixels: Array
+    inverted: bool
+    changes: tuple[str, ...]
+
+
+def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None = None) -> Picture:
+    """Read a picture file and convert it to `shape` (C, H, W); 1 channel is grey, 3 are red, green and blue.
+
+    `invert` swaps dark and bright, or not. None decides for grey networks, which expect bright things on black: a
+    picture with a bright edge is inverted, unless it already has the size of the network's images and nothing
+    transparent.
+    """
+    channels, height, width = shape
+    mode = "L" if channels == 1 else "RGB"
+    image = _open(path)
+    if image.mode == "F" and not np.isfinite(np.asarray(image)).all():
+        raise DataError(f"{path} has pixels that are not finite numbers. Give them a value first.")
+    changes = [] if image.mode == mode else [f"{image.mode} to {mode}"]
+    transparent = image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255)
+    if transparent:
+        changes.append("transparent to white")
+    fits = image.size == (width, height)
+    image = _eight_bits(image, mode)
+    if invert is None:
+        invert = channels == 1 and not (fits and not transparent) and int(np.median(_edge(image))) > BRIGHT
+    if not fits:
+        changes.insert(0, f"{image.width}x{image.height} to {width}x{height}")
+        background = tuple(int(level) for level in np.median(_edge(image), axis=0))
+        image = ImageOps.pad(image, (width, height), Image.Resampling.LANCZOS, color=background)
+    if invert:
+        image = ImageOps.invert(image)
+    pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, channels)
+    return Picture(path, pixels.transpose(2, 0, 1).copy(), bool(invert), tuple(changes))
+
+
+def _open(path: Path) -> Image.Image:
+    Image.init()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as odd EXIF data
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError
+                image.load()
+                return ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:
+        raise DataError(f"{path} is not an image, or not one of {', '.join(FORMATS)}. Convert it to PNG.") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise DataError(f"{path} is an image of far too many pixels. Make it smaller first.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as an image: {error.strerror or error}.") from None
+    except (ValueError, SyntaxError, RuntimeError, EOFError, MemoryError) as error:  # Pillow's, for damaged files
+        raise DataError(f"{path} is a damaged image: {error}.") from None
+
+
+def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
+    """`image` with 8 bits a channel, on white where it is transparent, as viewers show it."""
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        levels = np.asarray(image, dtype=np.float64)
+        if image.mode.startswith("I;16"):
+            top = 65535.0
+        else:
+            tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+            top = next((top for top in tops if levels.max(initial=0.0) <= top), levels.max(initial=0.0))
+        image = Image.fromarray(((levels / top).clip(0.0, 1.0) * 255).round().astype(np.uint8))
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    return image if image.mode == mode else image.convert("RGB").convert(mode)
+
+
+def _edge(image: Image.Image) -> Array:
+    """The pixels along the four sides, (n, channels)."""
+    pixels = np.asarray(image).reshape(image.height, image.width, -1)
+    return np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])

@@ -1,0 +1,36 @@
+"""Low-rank formats: each is an einsum and a way to decompose a tensor; the rest follows from the equation.
+
+To add a format, write one file with a `Format` and name it in `FORMATS` (docs/tutorials/new_format.py).
+"""
+
+from bayestrain.errors import ConfigError
+from bayestrain.formats.algebra import contract, contributions, dense, norm
+from bayestrain.formats.equation import Equation
+from bayestrain.formats.format import Format
+from bayestrain.formats.tt import TensorTrain
+
+FORMATS: tuple[Format, ...] = (TensorTrain(),)
+"""Every format that layers, saved files and the tests know by name."""
+
+
+def get(name: str | Format) -> Format:
+    """The format of this name; a `Format` is returned as it is."""
+    if isinstance(name, Format):
+        return name
+    for format in FORMATS:
+        if format.name == name:
+            return format
+    raise ConfigError(f"format must be one of {tuple(format.name for format in FORMATS)}, got {name!r}.")
+
+
+__all__ = [
+    "FORMATS",
+    "Equation",
+    "Format",
+    "TensorTrain",
+    "contract",
+    "contributions",
+    "dense",
+    "get",
+    "norm",
+]

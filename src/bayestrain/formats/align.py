@@ -1,0 +1,151 @@
+"""Other cores for the same tensor: the gauge in which every rank index is a singular direction. Torch only.
+
+The same tensor has many cores: between two cores a matrix and its inverse may be inserted. The prior sees single rank
+indices, so ranks are found sooner and more surely when each index is one singular direction (docs/method.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bayestrain.formats.algebra import contract, primed
+from bayestrain.formats.equation import Equation
+
+LIVE = 1e-3
+"""`align` leaves indices unchanged that contribute less than this share of their bond's largest contribution."""
+
+
+def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> list[Tensor]:
+    """The same tensor in a gauge that shows single singular values, whatever the equation.
+
+    In a tree, every bond turns to the singular directions of the whole tensor. In a network with loops, a bond between
+    two cores turns to the singular directions of that pair. A bond shared by more cores has no rotation: its indices
+    are balanced, so that all cores have the same share of each. New indices are ordered and signed to be as close as
+    possible to the old ones, so an optimiser's moments keep most of their meaning.
+    """
+    exact = [core.double() for core in cores]
+    pairs = [bond for bond in equation.bonds if len(equation.owners(bond)) == 2]
+    shared = [bond for bond in equation.bonds if len(equation.owners(bond)) > 2]
+    if equation.is_tree:
+        gauges = [aligning_gauges(*side_grams(equation, exact, bond), live) for bond in pairs]
+        for bond, (gauge, inverse) in zip(pairs, gauges, strict=True):
+            exact = change_gauge(equation, exact, bond, gauge, inverse)
+    else:
+        for bond in pairs:
+            left, right = equation.owners(bond)
+            gauge, inverse = aligning_gauges(
+                _core_gram(equation, exact, left, bond), _core_gram(equation, exact, right, bond), live
+            )
+            exact = change_gauge(equation, exact, bond, gauge, inverse)
+    for bond in shared:
+        exact = balance(equation, exact, bond)
+    return [new.to(old.dtype) for new, old in zip(exact, cores, strict=True)]
+
+
+def change_gauge(
+    equation: Equation, cores: Sequence[Tensor], bond: str, gauge: Tensor, inverse: Tensor
+) -> list[Tensor]:
+    """Insert ``gauge @ inverse`` at a bond between two cores: other cores, the same tensor."""
+    left, right = equation.owners(bond)
+    result = list(cores)
+    result[left] = (result[left].movedim(equation.axis(left, bond), -1) @ gauge).movedim(-1, equation.axis(left, bond))
+    turned = result[right].movedim(equation.axis(right, bond), -1) @ inverse.mT
+    result[right] = turned.movedim(-1, equation.axis(right, bond))
+    return result
+
+
+def balance(equation: Equation, cores: Sequence[Tensor], bond: str) -> list[Tensor]:
+    """Give all cores of a bond the same norm at each index of it: other cores, the same tensor."""
+    owners = equation.owners(bond)
+    norms = torch.stack([_core_gram(equation, cores, k, bond).diagonal().clamp_min(0.0).sqrt() for k in owners])
+    alive = (norms > 0).all(0)
+    mean = torch.where(alive, norms, 1.0).log().mean(0).exp()
+    factors = torch.where(alive, mean / torch.where(alive, norms, 1.0), 1.0)
+    result = list(cores)
+    for k, factor in zip(owners, factors, strict=True):
+        shape = [-1 if label == bond else 1 for label in equation.cores[k]]
+        result[k] = result[k] * factor.reshape(shape)
+    return result
+
+
+def side_grams(equation: Equation, cores: Sequence[Tensor], bond: str) -> tuple[Tensor, Tensor]:
+    """The Gram matrices, each ``(R, R)``, of the two sides of a tree that a bond joins."""
+    left, right = equation.owners(bond)
+    found = []
+    for start in (left, right):
+        inside = equation.side(start, without=bond)
+        own = [(cores[k], equation.cores[k]) for k in sorted(inside)]
+        twin = [operand for k, operand in enumerate(primed(equation, cores, equation.bonds)) if k in inside]
+        found.append(contract([*own, *twin], (bond, f"{bond}'")))
+    return found[0], found[1]
+
+
+def _core_gram(equation: Equation, cores: Sequence[Tensor], k: int, bond: str) -> Tensor:
+    """The Gram matrix of one core's slices along a bond."""
+    core = cores[k].movedim(equation.axis(k, bond), 0)
+    flat = core.reshape(len(core), -1)  # a core may have no other axis
+    return flat @ flat.mT
+
+
+def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Tensor, Tensor]:
+    """The gauges of `align` and their inverses from the Gram matrices of one or many bonds, each ``(.., R, R)``.
+
+    With P the Gram matrix of one side and Q that of the other, the gauge T makes both ``T^t P T`` and ``T^-1 Q T^-t``
+    diagonal; their product is the squared singular values. Each index keeps its ratio of left to right size, so no core
+    grows or shrinks as a whole. Bonds of smaller rank may be padded with zeros; there, and where an entry is not
+    finite, the gauge is the identity. No branch looks at a value, so a GPU is not waited for and `torch.vmap` works.
+    """
+    identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
+    sane = (left.isfinite() & right.isfinite()).flatten(-2).all(-1)[..., None]
+    left, right = torch.where(sane[..., None], left, identity), torch.where(sane[..., None], right, identity)
+    p, q = _diagonal(left), _diagonal(right)
+    size = (p * q).clamp_min(0.0).sqrt()
+    alive = (size > live * size.amax(-1, keepdim=True)) & sane
+    both, rest = alive[..., :, None] & alive[..., None, :], torch.diag_embed((~alive).to(left.dtype))
+    scale = torch.where(alive, q / p, 1.0).pow(0.25)  # makes the two diagonals equal
+    rows, columns = scale[..., :, None], scale[..., None, :]
+    # Indices that stay get the largest values, by themselves, so that no eigenvector mixes them with others.
+    largest = 4 * torch.where(alive, size, 0.0).sum(-1)[..., None, None] * rest
+    values, vectors = torch.linalg.eigh(torch.where(both, right / rows / columns, largest))
+    root = _at_least(values, 1e-14).sqrt()[..., None, :]
+    turn, back = vectors * root, vectors / root  # right = turn @ turn^t and back^t @ turn = 1
+    values, vectors = torch.linalg.eigh(turn.mT @ torch.where(both, left * rows * columns, largest) @ turn)
+    root = _at_least(values, 1e-16).pow(0.25)[..., None, :]  # of the singular values
+    turn, back = turn @ vectors / root, back @ vectors * root
+    order = _nearest_order(turn, alive)[..., None, :].expand(turn.shape)
+    turn, back = turn.gather(-1, order), back.gather(-1, order)
+    sign = torch.where(_diagonal(turn) < 0, -1.0, 1.0)[..., None, :]
+    gauge, inverse = rows * (turn * sign) / columns, rows * (back * sign).mT / columns
+    return torch.where(both, gauge, identity), torch.where(both, inverse, identity)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1)
+
+
+def _at_least(values: Tensor, fraction: float) -> Tensor:
+    """Eigenvalues, smallest first, no smaller than this fraction of the largest."""
+    return torch.maximum(values, values[..., -1:] * fraction)
+
+
+def _nearest_order(turn: Tensor, alive: Tensor) -> Tensor:
+    """The order of the columns, largest entries first, that brings ``|turn|`` as close to the identity as possible.
+
+    Rows that are alive only get columns that are: the others may be orthogonal to them, but nothing else.
+    """
+    count = turn.shape[-1]
+    likeness = (turn / torch.linalg.vector_norm(turn, dim=-2, keepdim=True)).abs()
+    alive_column = torch.where(alive[..., None], likeness.square(), 0.0).sum(-2) > 0.5
+    likeness = torch.where(alive[..., None] == alive_column[..., None, :], likeness, -1.0).flatten(-2)
+    place = torch.arange(count * count, device=turn.device)
+    row, column = place // count, place % count
+    found = []
+    for _ in range(count):
+        best = likeness.argmax(-1, keepdim=True)
+        found.append(best)
+        likeness = torch.where((row == best // count) | (column == best % count), -2.0, likeness)
+    best = torch.cat(found, -1)  # each row once, and each column once
+    return (best % count).gather(-1, (best // count).argsort(-1))

@@ -1,0 +1,134 @@
+"""`Equation`: a tensor network as an einsum. Plain tuples; knows no torch.
+
+A format is the equation of its tensors, for example ``ax, xby, yc -> abc`` for a tensor train of three modes. Labels in
+the output are *modes*. Labels that are summed over are *bonds*: each has a rank, and a ``lambda`` under the prior.
+Everything the package does with a format follows from its equation: shapes, the dense tensor, the prior, what an index
+of a bond contributes, and which axes shrink when an index is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from bayestrain.errors import ConfigError, ShapeError
+
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Equation:
+    """The labels of every core's axes, and those of the tensor they make.
+
+    Labels are strings of any length, so a network may have more than 52 of them.
+    """
+
+    cores: tuple[Labels, ...]
+    output: Labels
+    bonds: Labels = field(init=False, repr=False, compare=False)
+    """The labels that are summed over, in order of first appearance."""
+    powers: tuple[dict[str, float], ...] = field(init=False, repr=False, compare=False)
+    """Per core the power of each bond's ``lambda`` in an entry's variance; the powers of a core add up to 2."""
+    is_tree: bool = field(init=False, repr=False, compare=False)
+    """Whether cutting any bond splits the network in two: every bond joins two cores, and there is no loop."""
+
+    def __post_init__(self) -> None:
+        known = dict.fromkeys(label for core in self.cores for label in core)
+        object.__setattr__(
+            self, "_owners", {x: tuple(k for k, core in enumerate(self.cores) if x in core) for x in known}
+        )
+        object.__setattr__(self, "bonds", tuple(label for label in known if label not in self.output))
+        if not self.cores:
+            raise ConfigError(f"An equation needs at least one core, got {self}.")
+        if any(len(set(labels)) != len(labels) for labels in (*self.cores, self.output)):
+            raise ConfigError(f"A label may stand only once in a core and once in the output, got {self}.")
+        if unknown := [label for label in self.output if label not in known]:
+            raise ConfigError(
+                f"Every label of the output must belong to a core, but {unknown} belong to none in {self}."
+            )
+        if lone := [bond for bond in self.bonds if len(self.owners(bond)) < 2]:
+            raise ConfigError(f"A bond must join at least two cores, but {lone} belong to one in {self}.")
+        if shared := [mode for mode in self.output if len(self.owners(mode)) > 1]:
+            raise ConfigError(f"A mode must belong to exactly one core, but {shared} belong to several in {self}.")
+        counts = [self.bonds_of(core) for core in range(len(self.cores))]
+        powers = tuple({bond: float(Fraction(2, len(bonds))) for bond in bonds} for bonds in counts)
+        object.__setattr__(self, "powers", powers)
+        pairs = all(len(self.owners(bond)) == 2 for bond in self.bonds) and len(self.bonds) == len(self.cores) - 1
+        object.__setattr__(self, "is_tree", pairs and len(self.side(0, without="")) == len(self.cores))
+
+    @classmethod
+    def parse(cls, text: str) -> Equation:
+        """Read an equation whose labels are single characters.
+
+        >>> Equation.parse("ax, xby, yc -> abc").bonds
+        ('x', 'y')
+        """
+        left, arrow, right = text.replace(" ", "").partition("->")
+        if not arrow:
+            raise ConfigError(f"An equation reads 'ax, xb -> ab', got {text!r}.")
+        return cls(tuple(tuple(core) for core in left.split(",")), tuple(right))
+
+    @property
+    def modes(self) -> Labels:
+        """The labels of the tensor, in order."""
+        return self.output
+
+    def owners(self, label: str) -> tuple[int, ...]:
+        """The numbers of the cores that have this label."""
+        found: dict[str, tuple[int, ...]] = self.__dict__["_owners"]
+        return found[label]
+
+    def axis(self, core: int, label: str) -> int:
+        """The axis of a core that this label names."""
+        return self.cores[core].index(label)
+
+    def bonds_of(self, core: int) -> Labels:
+        """The bonds of one core, in the order of its axes."""
+        return tuple(label for label in self.cores[core] if label not in self.output)
+
+    def side(self, core: int, without: str) -> frozenset[int]:
+        """The cores that remain connected to `core` when the bond `without` is cut."""
+        found, waiting = {core}, [core]
+        while waiting:
+            for label in self.bonds_of(waiting.pop()):
+                new = set(self.owners(label)) - found if label != without else set()
+                found |= new
+                waiting += new
+        return frozenset(found)
+
+    def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """The size of every label, from the shapes of the cores; raises `ShapeError` if they contradict each other."""
+        if len(shapes) != len(self.cores):
+            raise ShapeError(f"The equation {self} has {len(self.cores)} cores, got {len(shapes)}.")
+        found: dict[str, int] = {}
+        for number, (labels, shape) in enumerate(zip(self.cores, shapes, strict=True)):
+            if len(labels) != len(shape):
+                raise ShapeError(
+                    f"Core {number} of {self} must have {len(labels)} axes, {labels}, got shape {tuple(shape)}."
+                )
+            for label, size in zip(labels, shape, strict=True):
+                if found.setdefault(label, size) != size:
+                    raise ShapeError(
+                        f"Label {label!r} of {self} has size {found[label]} and size {size}; they must agree."
+                    )
+        return found
+
+    def shapes(self, mode_sizes: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """The shapes of the cores for these sizes of the modes and ranks of the bonds."""
+        if len(mode_sizes) != len(self.output) or len(ranks) != len(self.bonds):
+            raise ShapeError(
+                f"{self} has {len(self.output)} modes and {len(self.bonds)} bonds, got sizes {tuple(mode_sizes)} "
+                f"and ranks {tuple(ranks)}."
+            )
+        size: Mapping[str, int] = dict(zip((*self.output, *self.bonds), (*mode_sizes, *ranks), strict=True))
+        return [tuple(size[label] for label in core) for core in self.cores]
+
+    def ranks(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The rank of every bond, from the shapes of the cores."""
+        sizes = self.sizes(shapes)
+        return tuple(sizes[bond] for bond in self.bonds)
+
+    def __str__(self) -> str:
+        joint = "" if all(len(label) == 1 for core in self.cores for label in core) else "."
+        return f"{', '.join(joint.join(core) for core in self.cores)} -> {joint.join(self.output)}"

@@ -1,0 +1,29 @@
+"""Factorised weights and the layers that use them.
+
+A layer knows how to use a weight, a weight knows how to be one: `FactorizedWeight` holds the cores, the format and the
+layout, `TensorLinear` and `TensorConv2d` multiply by it, `tensorize_` puts them into a model.
+"""
+
+from bayestrain.nn.conv import TensorConv2d
+from bayestrain.nn.convert import TensorizeConfig, TensorizeReport, tensorize_
+from bayestrain.nn.factorized import FactorizedWeight, RankState
+from bayestrain.nn.layer import TensorLayer
+from bayestrain.nn.layout import Layout
+from bayestrain.nn.linear import TensorLinear
+from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights, ranks
+
+__all__ = [
+    "FactorizedWeight",
+    "Layout",
+    "RankState",
+    "TensorConv2d",
+    "TensorLayer",
+    "TensorLinear",
+    "TensorizeConfig",
+    "TensorizeReport",
+    "count_parameters",
+    "dense_parameters",
+    "factorized_weights",
+    "ranks",
+    "tensorize_",
+]

@@ -1,0 +1,251 @@
+"""`tensorize_`: a user's model in, the same model with factorised layers out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
+from bayestrain.formats import Format, get
+from bayestrain.nn.conv import TensorConv2d
+from bayestrain.nn.layer import DEFAULT_RANK, INITS, Folding, TensorLayer
+from bayestrain.nn.layout import check_name
+from bayestrain.nn.linear import TensorLinear
+from bayestrain.tables import text_table, times
+
+FilterFn = Callable[[nn.Module, str], bool]
+LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+
+TWINS: dict[type[nn.Module], type[TensorLinear] | type[TensorConv2d]] = {
+    nn.Linear: TensorLinear,
+    nn.Conv2d: TensorConv2d,
+}
+"""The layers that are converted, and what they become."""
+
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+"""Where a module keeps its hooks on passes; those on its ``state_dict`` concern its own tensors."""
+
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorizeConfig:
+    """How layers are converted.
+
+    Attributes:
+        max_rank: one number, or one per bond (then every converted layer must have that many bonds).
+        format: name of a format in `bayestrain.formats.FORMATS`, or a `Format`.
+        layout: "paired" or "split", for linear layers.
+        init: "he" or "paper" start at random with that variance; "svd" decomposes the layer's own weights.
+        tol: relative error of the decomposition; only with ``init="svd"``.
+        modes: ``{layer name: (in_modes, out_modes)}`` for layers whose modes should not be chosen automatically.
+    """
+
+    max_rank: int | tuple[int, ...] = DEFAULT_RANK
+    format: str | Format = "tt"
+    layout: str = "paired"
+    init: str = "he"
+    tol: float = 0.0
+    modes: Mapping[str, LayerModes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = self.max_rank if isinstance(self.max_rank, Sequence) else (self.max_rank,)
+        if not given or any(isinstance(r, bool) or not hasattr(r, "__index__") or r < 1 for r in given):
+            raise ConfigError(f"max_rank must be an integer of at least 1, or a tuple of them, got {self.max_rank!r}.")
+        plain = tuple(map(int, given))  # they may be NumPy's
+        object.__setattr__(self, "max_rank", plain if given is self.max_rank else plain[0])
+        get(self.format)
+        check_name(self.layout)
+        if self.init not in (*INITS, "svd"):
+            raise ConfigError(f"init must be one of {(*INITS, 'svd')}, got {self.init!r}.")
+        if not 0.0 <= self.tol < 1.0:
+            raise ConfigError(f"tol is a relative error and must lie in [0, 1), got {self.tol}.")
+        if self.tol and self.init != "svd":
+            raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One row of a `TensorizeReport`."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    in_modes: tuple[int, ...]
+    out_modes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dense_parameters: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class TensorizeReport:
+    """What `tensorize_` did. Prints as a table."""
+
+    layers: tuple[ConvertedLayer, ...]
+    kept: tuple[tuple[str, str], ...]
+    """Layers that look convertible and stay dense, with the reason."""
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters of the converted layers before."""
+        return sum(layer.dense_parameters for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the converted layers now, at their starting ranks."""
+        return sum(layer.parameters for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows = [
+            [row.name, row.kind, times(row.shape), times(row.in_modes), times(row.out_modes),
+             " ".join(map(str, row.ranks)), f"{row.dense_parameters:,}", f"{row.parameters:,}"]
+            for row in self.layers
+        ]  # fmt: skip
+        rows.append(["total", "", "", "", "", "", f"{self.dense_parameters:,}", f"{self.parameters:,}"])
+        header = ["layer", "kind", "shape", "in modes", "out modes", "ranks", "dense", "factorised"]
+        kept = "".join(f"\nkept dense: {name} ({reason})" for name, reason in self.kept)
+        larger = [row.name for row in self.layers if row.parameters > row.dense_parameters]
+        note = f"\nlarger than dense at these ranks: {', '.join(larger)}" if larger else ""
+        return text_table(header, rows, left_columns=6) + kept + note
+
+
+def tensorize_(
+    model: nn.Module, config: TensorizeConfig | None = None, filter_fn: FilterFn | None = None
+) -> TensorizeReport:
+    """Replace every `nn.Linear` and `nn.Conv2d` of `model` by a factorised layer, in place.
+
+    All layers are checked and built before the first one is replaced: an error leaves the model unchanged. Hooks on
+    forward and backward passes move to the new layers.
+
+    Args:
+        model: any module; a layer used in several places stays one layer.
+        config: format, ranks, start and modes; `TensorizeConfig()` if left out.
+        filter_fn: ``filter_fn(module, name) -> bool`` picks among the linear and convolution layers. Left out: all.
+
+    Returns:
+        A report that prints as a table.
+    """
+    config = TensorizeConfig() if config is None else config
+    if not isinstance(config, TensorizeConfig):
+        raise ConfigError(f"config must be a TensorizeConfig, got {config!r}. A filter goes into filter_fn=.")
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        names.setdefault(module, name)
+    owners = _parameter_owners(names)
+
+    built: dict[nn.Module, TensorLayer] = {}
+    rows: list[ConvertedLayer] = []
+    kept: list[tuple[str, str]] = []
+    for module, name in names.items():
+        if not _is_candidate(module):
+            continue
+        if filter_fn is not None and not filter_fn(module, name):
+            kept.append((name, "filter_fn returned False"))
+        elif isinstance(module, tuple(TWINS)) and type(module) not in TWINS and not is_lazy(module):
+            kept.append((name, f"{type(module).__name__} is a subclass whose users may rely on .weight"))
+        else:
+            _check_convertible(module, name, owners)
+            built[module] = layer = _convert(module, name, config)
+            rows.append(
+                ConvertedLayer(
+                    name, type(module).__name__, layer.factorized.shape, layer.in_modes, layer.out_modes,
+                    layer.ranks, layer.dense_parameters, layer.parameters_left,
+                )
+            )  # fmt: skip
+    if unknown := set(config.modes) - {row.name for row in rows}:
+        raise ConfigError(
+            f"modes names layers that are not converted: {sorted(unknown)}. Converted are {[row.name for row in rows]}."
+        )
+    if not built:
+        why = "these stay dense: " + "; ".join(f"{n} ({r})" for n, r in kept) if kept else "this model has none"
+        raise ConversionError(
+            f"No layer matched, so nothing was converted. tensorize_ looks for nn.Linear and nn.Conv2d; {why}."
+        )
+    replace_layers(model, built)
+    return TensorizeReport(tuple(rows), tuple(kept))
+
+
+def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each replacement wherever its original is used, with the original's hooks."""
+    for original, replacement in replacements.items():
+        bare = nn.Module()
+        for kind in HOOKS:  # the very dictionaries, so that the handles of hooks still remove them
+            setattr(replacement, kind, getattr(original, kind))
+            setattr(original, kind, getattr(bare, kind))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replacements:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, replacements[module])
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Whether it has no weights before its first batch."""
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    quantised = "quantized" in type(module).__module__ and type(module).__name__ in ("Linear", "Conv2d")
+    return isinstance(module, tuple(TWINS)) or quantised
+
+
+def _parameter_owners(names: Mapping[nn.Module, str]) -> dict[int, list[str]]:
+    """For every parameter (by identity) the modules that hold it."""
+    owners: dict[int, list[str]] = {}
+    for module, name in names.items():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[str]]) -> None:
+    """Raise a `ConversionError` that says why a layer cannot be factorised, and what to do."""
+
+    def refuse(why: str, advice: str) -> ConversionError:
+        return ConversionError(f"Cannot convert {name!r} ({type(module).__name__}): {why}. {advice}")
+
+    leave_out = f"Leave it dense with filter_fn=lambda module, name: name != {name!r}."
+    if name == "":
+        raise refuse(
+            "the model itself is the layer and cannot be replaced in place",
+            "Wrap it in nn.Sequential, or use TensorLinear.from_dense / TensorConv2d.from_dense.",
+        )
+    if is_lazy(module):
+        raise refuse("it is lazy and has no weights yet", "Run one batch through the model first.")
+    weight = getattr(module, "weight", None)
+    plain = type(weight) is nn.Parameter and weight.is_floating_point()
+    if not plain or not isinstance(module, tuple(TWINS)):
+        raise refuse("it is quantised or its weight is not a plain floating point parameter", leave_out)
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        raise refuse(f"groups must be 1, got groups={module.groups}", leave_out)
+    if any(getattr(module, kind) for kind in STATE_HOOKS):
+        raise refuse("it has hooks on its state_dict, which a factorised layer would not have", leave_out)
+    for key, parameter in module.named_parameters(recurse=False):
+        if others := [owner for owner in owners[id(parameter)] if owner != name]:
+            raise refuse(f"its {key} is shared with {others}", leave_out)
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            raise refuse(f"its {key} has NaN or infinite entries", "Repair or re-initialise the model first.")
+
+
+def _convert(module: nn.Module, name: str, config: TensorizeConfig) -> TensorLinear | TensorConv2d:
+    in_modes, out_modes = config.modes.get(name, (None, None))
+    folding: Folding = {
+        "format": config.format, "layout": config.layout, "in_modes": in_modes, "out_modes": out_modes
+    }  # fmt: skip
+    twin = TWINS[type(module)]
+    try:
+        if config.init == "svd":
+            return twin.from_dense(module, config.max_rank, config.tol, **folding)
+        return twin.like(module, config.max_rank, config.init, **folding)
+    except BayesTrainError as error:
+        error.add_note(f"This happened at layer {name!r} of the model; nothing was converted.")
+        raise

@@ -1,0 +1,21 @@
+"""A network in evaluation mode for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """``model.eval()``, and afterwards every module in the mode it had, whatever happened."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode

@@ -1,0 +1,23 @@
+"""The one place where the optional room `perf` plugs in.
+
+Everything works without it: `formats`, `nn`, `prior` and `posterior` are complete and readable; `perf` only computes
+the same faster. Set the environment variable ``BAYESTRAIN_PERF=0`` to run without.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from bayestrain.errors import BayesTrainError
+
+
+@lru_cache(maxsize=1)
+def fast() -> Any:
+    """What `bayestrain.perf` registered, or None where it is switched off."""
+    wanted = os.environ.get("BAYESTRAIN_PERF", "1")
+    if wanted not in ("0", "1"):
+        raise BayesTrainError(f"BAYESTRAIN_PERF must be 0 or 1, got {wanted!r}.")
+    return import_module("bayestrain.perf").FAST if wanted == "1" else None

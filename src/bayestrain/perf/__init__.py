@@ -1,0 +1,26 @@
+"""Optional speed: the same results as the readable way, sooner.
+
+Nothing imports this room by name. `nn.fast.fast` finds `FAST`, unless the environment variable ``BAYESTRAIN_PERF=0``
+switches it off. What is here is what a benchmark defends (`benchmarks/`): plans for products with trains, prior
+formulas for all trains at once, training steps as CUDA graphs, and an estimate of a posterior's memory.
+"""
+
+from __future__ import annotations
+
+from bayestrain.perf import layers, memory, tables, weights
+from bayestrain.perf.capture import Capture
+
+
+class Fast:
+    """What other rooms may ask for; see `nn.fast`."""
+
+    linear = staticmethod(layers.linear)
+    conv2d = staticmethod(layers.conv2d)
+    expect = staticmethod(layers.expect)
+    forget = staticmethod(weights.forget)
+    group = staticmethod(tables.group)
+    capture = Capture
+    memory = memory
+
+
+FAST = Fast()

@@ -1,0 +1,221 @@
+"""How much memory the particles of a posterior will take, measured on one of them before they are allocated."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bayestrain.errors import ConfigError
+from bayestrain.nn import TensorConv2d
+
+CACHE = 48 << 20
+"""On a CPU as many particles run at a time as have about so many bytes of activations."""
+
+BUSY = 32 << 20
+"""Bytes of activations with which the convolutions of one particle keep a GPU busy."""
+
+BACKWARD = 2
+"""A pass needs at its peak so many times what it saves for the backward pass and its largest tensor."""
+
+MOST_ENTRIES = 2**31 - 1
+"""CUDA's libraries take no tensor with more entries."""
+
+PREDICTED_ENTRIES = 1 << 28
+"""The most entries that a tensor may have when particles predict: 1 GiB in single precision."""
+
+RESERVE = 0.9
+"""The part of the free memory that a run may plan with."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that training will take: `held` by all particles' parameters, gradients and optimiser state, and
+    `per_particle` for the activations of each of `chunk` particles that run at once; `available` is None if unknown."""
+
+    particles: int
+    held: int
+    per_particle: int
+    chunk: int
+    available: int | None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.held + self.chunk * self.per_particle
+
+    def __str__(self) -> str:
+        free = "" if self.available is None else f" of {_size(self.available)} free"
+        return (
+            f"{self.particles} particles need about {_size(self.total)}{free}: {_size(self.held)} for weights, "
+            f"gradients and the optimiser, {_size(self.chunk * self.per_particle)} for activations of {self.chunk} "
+            "particles at a time"
+        )
+
+
+class Activations(NamedTuple):
+    """What one particle's pass through the network and back takes: bytes, and the entries of its largest tensor."""
+
+    bytes: int
+    entries: int
+
+
+def held_bytes(tensors: Iterable[Tensor], n: int, states: float) -> int:
+    """Bytes of n particles of these shapes: weights, gradients, and `states` numbers of the optimiser per weight."""
+    return int(n * sum(tensor.numel() * tensor.element_size() for tensor in tensors) * (2 + states))
+
+
+def optimizer_states(
+    make: Callable[[Any], torch.optim.Optimizer], named: Sequence[tuple[str, Tensor]], device: torch.device
+) -> float:
+    """How many numbers the optimiser that `make` returns keeps per weight, on average over these tensors.
+
+    It takes one step with small tensors of the same names, since it may treat some of them in a way of their own.
+    """
+    probes = [(name, torch.zeros(1, *(2 for _ in t.shape), device=device, requires_grad=True)) for name, t in named]
+    if not probes:
+        return 0.0
+    for _, probe in probes:
+        probe.grad = torch.ones_like(probe)
+    optimizer = make(probes)
+    optimizer.step()
+    kept = 0.0
+    for (_, tensor), (_, probe) in zip(named, probes, strict=True):
+        states = [s for s in optimizer.state[probe].values() if isinstance(s, Tensor) and s.ndim > 0]
+        kept += tensor.numel() * sum(state.numel() for state in states) / probe.numel()
+    return kept / sum(tensor.numel() for _, tensor in named)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.bytes = max(self.bytes, int(made.numel() * made.element_size()))
+            self.entries = max(self.entries, int(made.numel()))
+        return made
+
+
+def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.device) -> Activations:
+    """What the forward pass `run` takes, with what it saves for a backward pass.
+
+    Tensors in `own`, such as parameters and inputs, do not count. Random numbers are drawn as if it had not run.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        # Had the node that saves a tensor the tensor itself, the two would keep each other alive for ever.
+        return tensor.detach()
+
+    devices = [device] if device.type == "cuda" else []
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed)
+    with torch.enable_grad(), torch.random.fork_rng(devices=devices), hooks, _Largest() as largest:
+        result = run()
+    del result  # only now: while the graph is alive, no two saved tensors lie at one address
+    return Activations(BACKWARD * (sum(saved.values()) + largest.bytes), largest.entries)
+
+
+@torch.no_grad()
+def predicted_at_once(run: Callable[[int], object], particles: int, batch: int) -> tuple[int, int]:
+    """How many particles, and how many inputs, should go through the network at once to predict `batch` inputs.
+
+    ``run(k)`` must send k inputs through one particle; the largest tensor it makes is measured.
+    """
+    part = -(-batch // 8)
+    with _Largest() as largest:
+        run(part)
+    # This is too much where the largest tensor is a materialised weight, which does not grow with the inputs.
+    fitting = PREDICTED_ENTRIES / max(largest.entries * batch / part, 1.0)
+    return min(particles, max(1, int(fitting))), max(1, int(batch * min(1.0, fitting)))
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a device as far as the system tells; that of a CPU within the limits of a container."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo, found = Path("/proc/meminfo"), []
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    found += [int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if "MemAvailable" in line]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        most, now = Path("/sys/fs/cgroup", limit), Path("/sys/fs/cgroup", used)
+        if most.exists() and now.exists() and (text := most.read_text().strip()).isdigit():
+            found.append(int(text) - int(now.read_text()))
+    return max(min(found), 0) if found else None
+
+
+def preferred_chunk(model: nn.Module, one: Activations, device: torch.device) -> int | None:
+    """1 where the convolutions of a single particle keep a GPU busy and only get slower in groups; else None."""
+    convolving = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in model.modules())
+    return 1 if device.type == "cuda" and convolving and one.bytes > BUSY else None
+
+
+def choose_chunk(
+    n: int, held: int, allocated: int, one: Activations, device: torch.device, chunk: int | None = None
+) -> MemoryEstimate:
+    """Choose how many particles go through the network at once; raise `ConfigError` if they cannot fit.
+
+    Args:
+        n: particles.
+        held: bytes that all particles' weights, gradients and optimiser state take; `allocated` of them already do.
+        one: what one particle's pass takes.
+        chunk: the user's choice, or None to find one.
+    """
+    available, per_particle = available_bytes(device), max(one.bytes, 1)
+    free = None if available is None else int(available * RESERVE) - (held - allocated)
+    if chunk is None:
+        wanted = CACHE // per_particle if device.type == "cpu" else n
+        fitting = n if free is None else free // per_particle
+        chunk = max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1)))
+    estimate = MemoryEstimate(n, held, one.bytes, min(chunk, n), available)
+    if free is None or available is None or estimate.chunk * one.bytes <= free:
+        return estimate
+    if free >= per_particle:
+        advice = f"Use chunk={free // per_particle}, or leave chunk out."
+    else:
+        most = int((available * RESERVE + allocated - one.bytes) // max(held // n, 1))
+        advice = f"Use at most {most} particles." if most >= 2 else "Use smaller batches, or a smaller network."
+    raise ConfigError(f"This cannot fit: {estimate}. {advice}")
+
+
+def retain_freed_memory() -> bool:
+    """Let this process keep the memory it frees, where the C library is glibc; returns whether that was possible.
+
+    By default glibc returns a large block to the system as soon as it is freed, and the next training step pays for it
+    again, page by page.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # from malloc.h; the second one takes at most 32 MiB
+    return bool(mallopt(trim_threshold, 2**31 - 1) and mallopt(mmap_threshold, 1 << 25))
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} GB"

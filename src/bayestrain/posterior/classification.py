@@ -1,0 +1,180 @@
+"""Class probabilities of all particles, and the uncertainty within and between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.posterior.calibration import at_temperature
+from bayestrain.posterior.metrics import LEAST, checked_labels, classification_metrics, mean_log_probability
+from bayestrain.posterior.prediction import Indices, concatenate, detached, select, tails
+
+CLEAR = 0.1
+"""Below this total uncertainty, in nats, a prediction counts as clear."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassPrediction:
+    """The probabilities that n particles give to C classes of N inputs, with entropies in nats.
+
+    The particles' tensor keeps its precision; everything computed from it is in double precision. A `temperature` other
+    than 1 (see `fit_temperature`) sharpens or flattens the reported probabilities and intervals, and changes neither
+    the particles nor the uncertainties that follow from them.
+
+    >>> ClassPrediction(torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]))  # both are confident, of different classes
+    ClassPrediction(2 particles, 1 input, 2 classes; mean uncertainty 0.693 nats, 0.368 of it epistemic)
+    """
+
+    particle_probabilities: Tensor
+    """``(n, N, C)``; every row sums to 1."""
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        probs = self.particle_probabilities
+        if probs.ndim != 3 or probs.shape[0] < 1 or probs.shape[2] < 2:
+            raise ShapeError(
+                "Probabilities must have shape (particles, inputs, classes) with at least 1 particle and 2 classes, "
+                f"got {tuple(probs.shape)}. For the (inputs, classes) of one network pass probabilities[None]."
+            )
+        probs = detached(probs, "probabilities")
+        object.__setattr__(self, "particle_probabilities", probs)
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature must be positive and finite, got {self.temperature}.")
+        tolerance = 1e-4 if probs.dtype in (torch.float32, torch.float64) else 1e-2
+        bad = ((probs.sum(2, dtype=torch.float64) - 1).abs() > tolerance) | (probs < 0).any(2) | probs.isnan().any(2)
+        if bool(bad.any()):
+            particle, index = bad.nonzero()[0].tolist()
+            row = probs[particle, index].double()
+            raise ConfigError(
+                "Probabilities must be at least 0 and sum to 1 over the classes, got a row with smallest entry "
+                f"{float(row.min()):.4g} and sum {float(row.sum()):.4g} (particle {particle}, input {index}). Pass "
+                "logits through .softmax(-1) first; look for inputs or weights that are not finite."
+            )
+
+    def __len__(self) -> int:
+        return self.particle_probabilities.shape[1]
+
+    def __repr__(self) -> str:
+        n, number, classes = self.particle_probabilities.shape
+        size = f"{n} particle{'s' * (n != 1)}, {number} input{'s' * (number != 1)}, {classes} classes"
+        if number == 0:
+            return f"ClassPrediction({size})"
+        total, epistemic = float(self.total.mean()), float(self.epistemic.mean())
+        return f"ClassPrediction({size}; mean uncertainty {total:.3f} nats, {epistemic:.3f} of it epistemic)"
+
+    @cached_property
+    def mixture(self) -> Tensor:
+        """``(N, C)``: the mean of the particles' probabilities."""
+        return self.particle_probabilities.mean(0, dtype=torch.float64)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """``(N, C)``: what the posterior predicts, which is the mixture at the `temperature`."""
+        return at_temperature(self.mixture, self.temperature)
+
+    @property
+    def classes(self) -> Tensor:
+        """``(N,)``: the most probable class."""
+        return self.mean.argmax(1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """``(N,)``: the probability of the most probable class."""
+        return self.mean.amax(1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """``(N,)``: the entropy of the mixture."""
+        return _entropy(self.mixture)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """``(N,)``: the mean entropy of the particles, which more training data would not remove."""
+        # One particle at a time: the whole tensor in double precision may not fit into memory.
+        return torch.stack([_entropy(probs.double()) for probs in self.particle_probabilities]).mean(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        """``(N,)``: the mutual information of class and particle, which is large where particles disagree."""
+        return (self.total - self.aleatoric).clamp_min(0)
+
+    @property
+    def disagreement(self) -> Tensor:
+        """``(N,)``: the fraction of particles that predict another class than the mean."""
+        return (self.particle_probabilities.argmax(2) != self.classes).double().mean(0)
+
+    def reasons(self) -> list[str]:
+        """Say in words why each input is uncertain: "clear", "ambiguous input" or "particles disagree".
+
+        Networks that agree on an even split see an ambiguous input. Confident networks that contradict each other lack
+        training data like it.
+        """
+        pairs = zip(self.total.tolist(), self.epistemic.tolist(), strict=True)
+        return [
+            "clear" if total < CLEAR else "particles disagree" if epistemic > total / 2 else "ambiguous input"
+            for total, epistemic in pairs
+        ]
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Return both ends, each ``(N, C)``, of the central `level` of the particles' probabilities of each class.
+
+        Each particle is brought to the `temperature` first, as the mean is.
+        """
+        each = self.particle_probabilities
+        if self.temperature != 1.0:
+            each = torch.stack([at_temperature(probs.double(), self.temperature) for probs in each])
+        ordered = each.sort(0).values  # torch.quantile refuses more than 16 million numbers
+        low, high = (_quantile(ordered, q) for q in tails(level))
+        return low, high
+
+    def log_likelihood(self, labels: Tensor) -> float:
+        """Return the mean over the data of the log of the predicted probability."""
+        return mean_log_probability(self.mean, checked_labels(labels, self.mean))
+
+    def mean_log_likelihood(self, labels: Tensor) -> float:
+        """Return the mean over the particles of their log likelihoods (the paper's figure); never the larger one."""
+        return float(self.particle_log_likelihood(labels).mean())
+
+    def particle_log_likelihood(self, labels: Tensor) -> Tensor:
+        """Return the log likelihood ``(n,)`` of each particle, as a mean over the data."""
+        n, number, _ = self.particle_probabilities.shape
+        labels = checked_labels(labels, self.particle_probabilities)
+        of_label = self.particle_probabilities.gather(2, labels.expand(n, number)[..., None])
+        return of_label.double().clamp_min(LEAST).log().mean((1, 2))
+
+    def metrics(self, labels: Tensor) -> dict[str, float]:
+        """Return accuracy, both log likelihoods, expected calibration error and Brier score."""
+        return {**classification_metrics(self.mean, labels), "mean_log_likelihood": self.mean_log_likelihood(labels)}
+
+    def subset(self, indices: Indices) -> ClassPrediction:
+        """Return the prediction for some of the inputs."""
+        return ClassPrediction(select(self.particle_probabilities, indices), self.temperature)
+
+    @staticmethod
+    def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
+        """Concatenate the predictions of one posterior for several batches of inputs."""
+        if len({prediction.temperature for prediction in predictions}) > 1:
+            raise ConfigError("Predictions at different temperatures cannot be concatenated. Predict them again.")
+        probs = concatenate([prediction.particle_probabilities for prediction in predictions])
+        return ClassPrediction(probs, predictions[0].temperature)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    """Entropy in nats over the last dimension."""
+    terms: Tensor = torch.special.entr(probs)
+    return terms.sum(-1).clamp_min(0)
+
+
+def _quantile(ordered: Tensor, q: float) -> Tensor:
+    """Quantile of values sorted along the first dimension, linear between neighbours, in double precision."""
+    position = q * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return torch.lerp(ordered[below].double(), ordered[above].double(), position - below)

@@ -1,0 +1,204 @@
+"""What the outputs of a network say about targets: the log probability of a datum, and what is predicted."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.posterior.classification import ClassPrediction
+from bayestrain.posterior.prediction import Prediction
+from bayestrain.posterior.regression import RegressionPrediction
+
+LogProb = Callable[[Tensor, Tensor], Tensor]
+"""``(outputs, targets) -> (B,)``: the log probability of each datum."""
+
+
+class Likelihood(nn.Module, ABC):
+    """A distribution of the targets given the outputs of a network.
+
+    It serves one network and a posterior alike: ``-likelihood.log_prob(model(x), y).mean()`` is a network's loss.
+    `forward` and `describe` see the outputs of one network, and a posterior runs them under `torch.vmap`, so they must
+    not branch on the values of tensors. The parameters of a likelihood are part of a particle, as the network's are.
+    """
+
+    @abstractmethod
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the log probability of each datum, ``(B,)``."""
+
+    @abstractmethod
+    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return what one network predicts for a batch; the first size of every tensor is B."""
+
+    @abstractmethod
+    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:
+        """Build the prediction from what all particles described, stacked: every tensor is ``(n, N, ...)``."""
+
+    def log_prob(self, outputs: object, targets: Tensor) -> Tensor:
+        """Return `forward`, having checked what the network and `forward` returned."""
+        values = self(full_precision(one_tensor(outputs)), targets)
+        if not isinstance(values, Tensor) or values.shape != (len(targets),):
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ShapeError(
+                "A likelihood must return the log probability of each datum, a tensor of shape "
+                f"({len(targets)},), got {found}. Sum over the outputs of a datum, never over the batch "
+                '(reduction="none"), and return log probabilities, not losses.'
+            )
+        return values
+
+
+class Classification(Likelihood):
+    """Outputs are logits ``(B, C)``, targets class numbers ``(B,)``.
+
+    Predictions are reported at `temperature` (below 1 sharpens, above 1 flattens), which does not affect training; see
+    `fit_temperature`.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"temperature must be positive and finite, got {temperature}.")
+        self.temperature = float(temperature)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._check(outputs)
+        if targets.shape != outputs.shape[:1]:
+            raise ShapeError(
+                f"Targets must have shape {tuple(outputs.shape[:1])}, one class number per row of the outputs "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. For one-hot rows type targets.argmax(1)."
+            )
+        if targets.is_floating_point():
+            raise ConfigError(f"Targets must be whole class numbers, got {targets.dtype}. Type targets.long().")
+        return full_precision(outputs).log_softmax(1).gather(1, targets.long()[:, None]).squeeze(1)
+
+    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``probabilities`` ``(B, C)``."""
+        self._check(outputs)
+        # In single precision a probability underflows at a logit gap of 104, and its log likelihood is lost.
+        precision = torch.float32 if outputs.device.type == "mps" else torch.float64
+        return {"probabilities": outputs.to(precision).softmax(1)}
+
+    def prediction(self, described: Mapping[str, Tensor]) -> ClassPrediction:
+        return ClassPrediction(described["probabilities"], self.temperature)
+
+    def extra_repr(self) -> str:
+        return "" if self.temperature == 1.0 else f"temperature={self.temperature:.4g}"
+
+    def _check(self, outputs: Tensor) -> None:
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise ShapeError(
+                "Classification needs outputs of shape (B, C), a logit for each of at least 2 classes, got "
+                f"{tuple(outputs.shape)}. For a yes-or-no question give the network two outputs."
+            )
+
+
+class Regression(Likelihood):
+    """Targets are the outputs, ``(B,)`` or ``(B, K)``, plus Gaussian noise of one standard deviation.
+
+    Args:
+        noise: the standard deviation. None learns it: `log_variance` is then a parameter of each particle.
+    """
+
+    log_variance: nn.Parameter | None
+
+    def __init__(self, noise: float | None = None) -> None:
+        super().__init__()
+        if noise is not None and not 0 < noise < math.inf:
+            raise ConfigError(
+                f"noise is a standard deviation and must be positive and finite, got {noise}. Omit it to learn it."
+            )
+        self.noise = noise
+        self.register_parameter("log_variance", nn.Parameter(torch.zeros(())) if noise is None else None)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._check(outputs)
+        if targets.shape != outputs.shape:
+            raise ShapeError(
+                f"Targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
+                "For one output per datum type outputs.squeeze(1) in the network, or targets[:, None]."
+            )
+        outputs = full_precision(outputs)
+        log_variance = self._log_variance(outputs)
+        squares = (targets.to(outputs.dtype) - outputs).square()
+        each = -0.5 * (squares * torch.exp(-log_variance) + log_variance + math.log(2 * math.pi))
+        return each.sum(1) if each.ndim == 2 else each
+
+    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``mean`` and ``variance``, both in the outputs' shape."""
+        self._check(outputs)
+        outputs = full_precision(outputs)
+        return {"mean": outputs, "variance": self._log_variance(outputs).exp().expand_as(outputs)}
+
+    def prediction(self, described: Mapping[str, Tensor]) -> RegressionPrediction:
+        return RegressionPrediction(described["mean"], described["variance"])
+
+    def extra_repr(self) -> str:
+        return "noise learned" if self.noise is None else f"noise={self.noise}"
+
+    def _log_variance(self, outputs: Tensor) -> Tensor:
+        """A scalar in the precision and on the device of the outputs."""
+        if self.log_variance is not None:
+            return self.log_variance.to(outputs.dtype)
+        assert self.noise is not None
+        return outputs.new_full((), 2 * math.log(self.noise))
+
+    def _check(self, outputs: Tensor) -> None:
+        if outputs.ndim not in (1, 2):
+            raise ShapeError(
+                f"Regression needs outputs of shape (B,) or (B, K), got {tuple(outputs.shape)}. "
+                "Flatten what belongs to one datum: outputs.flatten(1)."
+            )
+
+
+class FunctionLikelihood(Likelihood):
+    """A plain function as a likelihood: enough to train, not to predict."""
+
+    def __init__(self, function: LogProb) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.function(outputs, targets)
+
+    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"outputs": outputs}
+
+    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:  # noqa: ARG002
+        raise ConfigError(
+            "A function as likelihood does not say what to predict. Use posterior.outputs(x), or write a Likelihood "
+            "with describe() and prediction()."
+        )
+
+
+def as_likelihood(likelihood: Likelihood | LogProb | str) -> Likelihood:
+    """Return the likelihood that "classification", "regression", a `Likelihood` or a function stands for."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if likelihood == "classification":
+        return Classification()
+    if likelihood == "regression":
+        return Regression()
+    if isinstance(likelihood, str) or not callable(likelihood):
+        raise ConfigError(
+            'likelihood must be "classification", "regression", a Likelihood, or a function (outputs, targets) -> log '
+            f"probability of each datum, got {likelihood!r}."
+        )
+    return FunctionLikelihood(likelihood)
+
+
+def one_tensor(outputs: object) -> Tensor:
+    """Return what a network returned, or raise if that is not a tensor."""
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(
+            f"The network must return one tensor, got {type(outputs).__name__}. Wrap it in a module that selects one."
+        )
+    return outputs
+
+
+def full_precision(values: Tensor) -> Tensor:
+    """Convert half precision to single: it holds neither sums of exponentials nor squares."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

@@ -1,0 +1,326 @@
+"""`RankPrior`, which lets the ranks of factorised weights choose themselves, and `NormalPrior` for dense networks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.errors import BayesTrainError, ConfigError, DecayWarning
+from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE, FactorizedWeight
+from bayestrain.nn.fast import fast
+from bayestrain.nn.layer import own_precision
+from bayestrain.nn.sizes import factorized_weights
+from bayestrain.prior import density
+from bayestrain.prior.groups import Group, total
+from bayestrain.prior.hold import Held, layers_to_hold
+
+UPDATES = ("newton", "gradient")
+
+RATE = 0.1
+"""Step size of the gradient update."""
+
+ALIGN_SWEEPS = 5
+"""Rounds of Newton steps of every lambda after an alignment; the steps that follow do the rest."""
+
+SMALL = 1 << 16
+"""Tensors up to this size are joined before they are summed; copying larger ones would cost more than it saves."""
+
+
+class NormalPrior:
+    """Normal(0, `variance`) on every trainable parameter: for dense networks, and for fixed ranks.
+
+    Every prior offers a training loop the same: `loss` to add to its own loss, and `step` after the optimiser's step::
+
+        loss = F.cross_entropy(model(x), y) + prior.loss()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        prior.step()
+
+    Args:
+        model: the network. Only parameters that require a gradient now have a prior.
+        num_data: the number of terms that the loss is a mean over, by which the prior is divided. That is the number of
+            training data if the loss averages over data, and so many times more if it also averages over several
+            outputs of each datum, as `nn.MSELoss` and token losses do.
+        variance: prior variance of every parameter.
+        weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.
+        warmup_steps: the weight rises linearly from 0 over this many calls of `step`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_data: int,
+        *,
+        variance: float = density.OTHER_VARIANCE,
+        weight: float = 1.0,
+        warmup_steps: int = 0,
+    ) -> None:
+        if not hasattr(num_data, "__index__") or num_data < 1:
+            raise ConfigError(
+                f"num_data must be the number of training data, at least 1, got {num_data!r}. Try len(dataset)."
+            )
+        _check({"variance": variance}, {"weight": weight, "warmup_steps": warmup_steps})
+        self.model, self.num_data, self.variance = model, num_data, variance
+        self.weight, self.warmup_steps, self.steps = weight, warmup_steps, 0
+        self._others = _places(model, ())
+
+    @property
+    def current_weight(self) -> float:
+        """The weight that `loss` applies now, warm-up included."""
+        return self.weight * min(1.0, self.steps / self.warmup_steps) if self.warmup_steps else self.weight
+
+    @property
+    def aligns_next(self) -> bool:
+        """Whether the next `step` will align rank indices."""
+        return False
+
+    def log_prob(self) -> Tensor:
+        """``log p`` of all parameters and lambdas, unweighted, every constant included."""
+        return _with_others([], self._parameters(), self.variance)
+
+    def loss(self, weight: Tensor | float | None = None) -> Tensor:
+        """``-weight * log p / num_data``, to be added to a loss that is a mean over data.
+
+        Its gradient is known in closed form, so it is one node for autograd. `weight` replaces `current_weight`: a
+        0-dim tensor, for a captured step that must see it change.
+        """
+        scale = (self.current_weight if weight is None else weight) / self.num_data
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # as by torch.vmap
+        if transformed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.log_prob() * -scale
+        groups = self._groups()
+        cores = [core for group in groups for core in group.cores()]
+        loss: Tensor = _Loss.apply(self, groups, scale, *cores, *self._parameters())  # type: ignore[no-untyped-call]
+        return loss
+
+    def step(self) -> None:
+        """After the optimiser's step: update what gradients do not train."""
+        self.steps += 1
+
+    def lambdas(self) -> dict[str, list[Tensor]]:
+        """``{layer name: [lambda of every bond]}``, as copies."""
+        return {}
+
+    def remove_(self) -> None:
+        """Remove lambda from the model: what remains is what a user deploys."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the prior itself must remember to resume; lambda is in the model's ``state_dict``."""
+        return {"steps": self.steps, "weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved `state_dict`."""
+        self.steps, self.weight = int(state["steps"]), float(state["weight"])
+
+    def _groups(self) -> Sequence[Group]:
+        return ()
+
+    def _parameters(self) -> list[Any]:
+        """The parameters that are no cores under a lambda, or what stands in for them now."""
+        return [module._parameters[name] for module, name in self._others]
+
+
+class RankPrior(NormalPrior):
+    """Gaussian-Gamma prior on every factorised weight, Normal(0, `other_variance`) on every other trainable parameter.
+
+    Used as `NormalPrior` is; `step` also updates lambda.
+
+    Args:
+        model: a model with factorised weights. ``log lambda`` is attached to them and saved in the model's
+            ``state_dict``; a new prior on a loaded model continues with it. Freeze what shall not train before: only
+            parameters that require a gradient now have a prior. (If some cores of a weight train, all have it.)
+        num_data, weight, warmup_steps: as for `NormalPrior`.
+        a, b: shape and rate of the Gamma prior on every lambda.
+        update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
+        floor: smallest lambda of a bond, relative to its largest.
+        other_variance: prior variance of all parameters that are no cores, and of cores without bonds.
+        start: value every lambda starts with.
+        hold_scale: names of the layers whose weight norm is held, because a normalisation behind them makes it free:
+            batch, instance, group, layer or RMS norm, or a module with an attribute ``forgets_scale = True``. "auto"
+            finds those, and warns where it cannot be sure. Their cores are rescaled together, with lambda, the bias
+            and running statistics, so that the network computes the same (in half precision by powers of two, since
+            all else would be rounded). Naming a layer vouches for it.
+        align_every: every so many steps the rank indices are turned to the singular directions of their bonds, where
+            lambda can see single singular values. The network does not change; ranks are found sooner and more surely.
+            0 switches it off.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_data: int,
+        *,
+        a: float = GAMMA_SHAPE,
+        b: float = GAMMA_RATE,
+        weight: float = 1.0,
+        warmup_steps: int = 0,
+        update: str = "newton",
+        floor: float = FLOOR,
+        other_variance: float = density.OTHER_VARIANCE,
+        start: float = 1.0,
+        hold_scale: str | Iterable[str] = "auto",
+        align_every: int = 100,
+    ) -> None:
+        _check({"a": a, "b": b, "start": start, "other_variance": other_variance}, {"align_every": align_every})
+        super().__init__(model, num_data, variance=other_variance, weight=weight, warmup_steps=warmup_steps)
+        if update not in UPDATES:
+            raise ConfigError(f"update must be one of {UPDATES}, got {update!r}.")
+        if abs(math.log(start)) > (limit := density.LIMIT):
+            raise ConfigError(f"start must lie between exp(-{limit:g}) and exp({limit:g}), got {start}.")
+        if not 0 < floor < 1:
+            raise ConfigError(f"floor is relative to the largest lambda and must lie in (0, 1), got {floor}.")
+        self.weights = factorized_weights(model)
+        """Every factorised weight, by the name of its layer."""
+        if not self.weights:
+            raise ConfigError("The model has no factorised weight. Call bayestrain.tensorize_(model) first.")
+        for name, own in self.weights.items():
+            if not all(core.is_meta or bool(core.isfinite().all()) for core in own.cores):
+                raise ConfigError(
+                    f"The cores of {name!r} must be finite, but some entries ({own.cores[0].dtype}) are NaN or "
+                    "infinite. Initialise the layer again; half precision is safer with model.float()."
+                )
+        held = layers_to_hold(model, self.weights, hold_scale)
+
+        self.a, self.b, self.update, self.floor, self.align_every = a, b, update, floor, align_every
+        for own in self.weights.values():
+            fresh = own.rank_state is None
+            state = own.attach_rank_state()
+            state.a, state.b, state.floor = a, b, floor
+            for u in state.log_lambdas if fresh else ():
+                u.fill_(math.log(start))
+        trained = {n: own for n, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
+        self._others = _places(model, (core for own in trained.values() for core in own.cores))
+        self.groups = make_groups(trained, held)
+        for name, norm in ((name, norm) for group in self.groups for name, norm in group.norms().items()):
+            kept = self.weights[name].attach_rank_state().held_norm
+            kept.copy_(torch.where(kept > 0, kept, norm))
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """The layers whose norm is held, each with the normalisations behind it."""
+        return {name: held for group in self.groups for name, held in group.held.items()}
+
+    @property
+    def aligns_next(self) -> bool:
+        return self.align_every > 0 and (self.steps + 1) % self.align_every == 0
+
+    def log_prob(self) -> Tensor:
+        terms = [group.log_prob(self.a, self.b, self.variance) for group in self._groups()]
+        return _with_others(terms, self._parameters(), self.variance)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After the optimiser's step: hold the scales that are free, align if it is due, then move every lambda."""
+        align = self.aligns_next
+        self.steps += 1
+        newton = partial(density.newton_step, b=self.b)
+        move = newton if self.update == "newton" else partial(density.gradient_step, b=self.b, rate=RATE)
+        for group in self._groups():
+            with own_precision(group.cores()[0]):
+                group.hold_scale_()
+                if align:
+                    group.align_(newton, self.a, self.floor, ALIGN_SWEEPS)
+                group.move_(move, self.a, self.floor)
+
+    def lambdas(self) -> dict[str, list[Tensor]]:
+        states = {name: weight.rank_state for name, weight in self.weights.items()}
+        return {n: [u.detach().exp() for u in state.log_lambdas] for n, state in states.items() if state is not None}
+
+    def remove_(self) -> None:
+        for weight in self.weights.values():
+            weight.rank_state = None
+
+    def _groups(self) -> Sequence[Group]:
+        if any(weight.rank_state is None for weight in self.weights.values()):
+            raise ConfigError("The model has lost its lambda: the prior was removed. Make a new RankPrior to continue.")
+        return self.groups
+
+
+def _places(model: nn.Module, without: Iterable[Tensor]) -> list[tuple[nn.Module, str]]:
+    """Where each trainable parameter stands, except some; looking them up by name in every step would be slow."""
+    known = {id(parameter) for parameter in without}
+    found = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+                found[id(parameter)] = module, name
+    return list(found.values())
+
+
+def _check(positive: Mapping[str, float], not_negative: Mapping[str, float]) -> None:
+    for name, value in positive.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name} must be positive, got {value}.")
+    for name, value in not_negative.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} cannot be negative, got {value}.")
+
+
+def make_groups(weights: dict[str, FactorizedWeight], held: Mapping[str, Held]) -> list[Group]:
+    """The weights that `perf` can treat together as one group, the others as another."""
+    together = getattr(fast(), "group", None)
+    group: Group | None = None if together is None else together(weights, held)
+    rest = {name: own for name, own in weights.items() if group is None or name not in group.weights}
+    return ([group] if group is not None else []) + ([Group(rest, held)] if rest else [])
+
+
+class _Loss(torch.autograd.Function):
+    """``-scale * log p`` of a prior, with its gradients in closed form."""
+
+    @staticmethod
+    def forward(ctx: Any, prior: Any, groups: Sequence[Group], scale: Tensor | float, *parameters: Tensor) -> Tensor:
+        found = [group.log_prob_and_gradients(prior.a, prior.b, prior.variance) for group in groups]
+        gradients = [gradient for _, own in found for gradient in own]
+        others = parameters[len(gradients) :]
+        ctx.scale, ctx.variance, ctx.cores = scale, prior.variance, len(gradients)
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        ctx.save_for_backward(*gradients, *others)
+        return _with_others([term for term, _ in found], others, prior.variance) * -scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise BayesTrainError(
+                "prior.loss() has no second derivative. Type -prior.current_weight / prior.num_data * prior.log_prob() "
+                "in its place, which has one."
+            )
+        factor, saved = grad * -ctx.scale, ctx.saved_tensors
+        gradients = _scaled(saved[: ctx.cores], factor) + _scaled(saved[ctx.cores :], factor / -ctx.variance)
+        return None, None, None, *(own.to(dtype) for own, dtype in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _scaled(tensors: tuple[Tensor, ...], factor: Tensor) -> list[Tensor]:
+    if tensors and all(tensor.device == factor.device for tensor in tensors):
+        return list(torch._foreach_mul(tensors, factor))
+    return [tensor * factor.to(tensor.device) for tensor in tensors]
+
+
+def _with_others(terms: list[Tensor], others: Sequence[Tensor], variance: float) -> Tensor:
+    """The sum of `terms` and of ``log Normal(0, variance)`` of all entries of the others."""
+    flat = density.exact([tensor.reshape(-1) for tensor in others])
+    small = [tensor for tensor in flat if tensor.numel() <= SMALL]
+    parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
+    entries = sum(tensor.numel() for tensor in flat)
+    if parts:
+        squares = total([part.square().sum() for part in parts])
+        terms = [*terms, -0.5 * (squares / variance + entries * math.log(2 * math.pi * variance))]
+    return total(terms) if terms else torch.zeros(())
+
+
+def check_weight_decay(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Warn if an optimiser applies weight decay to cores: it pulls all ranks down alike, on top of the prior."""
+    decayed = {id(p) for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]}
+    found = factorized_weights(model).items()
+    if names := [name for name, weight in found if any(id(core) in decayed for core in weight.cores)]:
+        warnings.warn(
+            f"The optimiser applies weight decay to the cores of {', '.join(names)}, which the prior already shrinks. "
+            "Give them a group of their own: cores = [p for n, p in model.named_parameters() if 'cores.' in n]; "
+            f"{type(optimizer).__name__}([{{'params': cores, 'weight_decay': 0.0}}, {{'params': others}}], ..).",
+            DecayWarning,
+            stacklevel=2,
+        )

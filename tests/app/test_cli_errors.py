@@ -1,0 +1,192 @@
+"""What the command line refuses: one message on stderr, exit code 2, no traceback, nothing overwritten."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from run_folders import write_run
+from typer.testing import CliRunner
+
+from bayestrain.app.cli.app import app, out_of_memory
+
+NETS = """
+import torch
+from torch import nn
+def build(): return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+def loaders():
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    return (x, x[:, :3].argmax(1)), (x, x[:, :3].argmax(1))
+def broken(): raise MemoryError
+"""
+OWN = ["train", "--model", "nets:build", "--data", "nets:loaders"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    (tmp_path / "nets.py").write_text(NETS)
+
+
+def refused(*arguments: str) -> str:
+    """Run the command, check that it fails as a user's error should, and return its message."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def test_a_run_that_does_not_exist_is_reported_at_once_without_torch() -> None:
+    began = time.monotonic()
+    code = "import sys; from bayestrain.app.cli import main; sys.argv = ['bayestrain', 'inspect', 'nowhere']\n"
+    code += "try: main()\nexcept SystemExit as e: assert e.code == 2 and 'torch' not in sys.modules, sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "nowhere does not exist" in done.stderr
+    assert time.monotonic() - began < 10  # 0.2 s on an idle machine
+
+
+def test_names_that_lead_nowhere() -> None:
+    for name in ("nope:build", "nets:nope", "nets"):
+        assert name.split(":")[0] in refused("train", "--model", name, "--data", "nets:loaders", "--out", "run")
+    assert "--model and --data go together" in refused("train", "--model", "nets:build")
+    assert not Path("runs").exists()
+    assert not (Path("run") / "result.json").exists()
+
+
+def test_bad_config_files() -> None:
+    assert "no.toml cannot be read: No such file" in refused("train", "--config", "no.toml")
+    Path("bad.toml").write_text("[fit\n")
+    assert "bad.toml is not valid TOML" in refused("train", "--config", "bad.toml")
+    Path("wrong.toml").write_text("[fit]\nepocs = 1\n")
+    assert 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?' in refused(
+        "train", "--config", "wrong.toml"
+    )
+    assert not Path("runs").exists()
+
+
+def test_bad_settings() -> None:
+    assert "fit.epochs must be an integer" in refused(*OWN, "--set", "fit.epochs=many")
+    assert "run.seed must be an integer" in refused(*OWN, "--seed", "-1")
+    assert "posterior.particles must be an integer at least 1, got 0" in refused(*OWN, "--particles", "0")
+    assert "'--seed'" in refused(*OWN, "--seed", "x")
+    assert "fit.epochs=3" in refused(*OWN, "--set", "fit")
+    assert not Path("runs").exists()
+
+
+def test_a_run_is_not_overwritten_unless_told() -> None:
+    run = write_run(Path("run"))
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert "already holds a run" in refused(*OWN, "--out", "run")
+    assert "give one of them" in refused(*OWN, "--out", "run", "--resume", "--overwrite")
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.name in before} == before
+
+
+def test_a_config_of_the_users_own_is_never_overwritten() -> None:
+    Path("mine").mkdir()
+    text = '# mine\n[run]\nmodel = "nets:build"\ndata = "nets:loaders"\n'
+    Path("mine/config.toml").write_text(text)
+    assert "overwrite your own mine/config.toml" in refused("train", "--config", "mine/config.toml", "--out", "mine")
+    assert Path("mine/config.toml").read_text() == text
+
+
+def test_an_output_folder_that_cannot_be_written() -> None:
+    Path("file").write_text("precious")
+    assert "file" in refused(*OWN, "--out", "file/run")
+    assert "file" in refused(*OWN, "--out", "file", "--overwrite")
+    assert Path("file").read_text() == "precious"
+
+
+def test_nothing_to_resume() -> None:
+    assert "nothing to resume in nowhere" in refused("train", "--resume", "--out", "nowhere")
+    assert not Path("nowhere").exists()
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    for device in ("cuda", "cuda:1", "mps"):
+        assert f"--device {device}: " in refused(*OWN, "--device", device)
+    assert "got gpu" in refused(*OWN, "--device", "gpu")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "--device cuda:2: PyTorch finds 2 such devices" in refused(*OWN, "--device", "cuda:2")
+
+
+def test_running_out_of_memory_is_a_message() -> None:
+    assert "out of memory. Try fewer --particles" in refused(
+        "train", "--model", "nets:broken", "--data", "nets:loaders"
+    )
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+    assert not out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_finished_runs_are_wanted() -> None:
+    Path("empty").mkdir()
+    Image.new("L", (28, 28)).save("a.png")
+    for command in (["inspect"], ["evaluate"], ["predict"]):
+        rest = ["a.png"] if command == ["predict"] else []
+        assert "nowhere does not exist" in refused(*command, "nowhere", *rest)
+        assert "empty holds no finished run" in refused(*command, "empty", *rest)
+    assert "nowhere does not exist" in refused("report", "nowhere")
+    assert "empty" in refused("report", "empty")
+    Path("empty/result.json").write_text("{")
+    assert "result.json is damaged" in refused("inspect", "empty")
+
+
+def test_data_sets_that_do_not_exist() -> None:
+    for command in ("get", "path"):
+        assert "there is no data set 'mnits'" in refused("data", command, "mnits")
+
+
+def test_files_that_cannot_be_predicted() -> None:
+    from bayestrain.app.cli.predict import read_array, read_inputs
+    from bayestrain.errors import DataError
+
+    def message(name: str, shape: tuple[int, ...] = (2,)) -> str:
+        with pytest.raises(DataError) as caught:
+            read_array(Path(name), shape, torch.float32)
+        return str(caught.value)
+
+    Path("text.csv").write_text("a,b\n1,2\nx,3\n")
+    assert "text.csv cannot be read as rows of numbers" in message("text.csv")
+    Path("ragged.csv").write_text("1,2\n1,2,3\n")
+    assert "ragged.csv cannot be read as rows of numbers" in message("ragged.csv")
+    Path("wide.csv").write_text("1,2,3\n")
+    assert "wide.csv has the shape 1x3, but an input of this network is 2 numbers" in message("wide.csv")
+    Path("empty.csv").write_text("a,b\n")
+    assert "empty.csv" in message("empty.csv")
+    Path("nan.csv").write_text("1,2\n3,nan\n")
+    assert "nan.csv has values that are not finite" in message("nan.csv")
+    np.save("object.npy", np.array([{}], dtype=object), allow_pickle=True)
+    assert "object.npy cannot be read" in message("object.npy")
+    Path("broken.npy").write_bytes(b"\x93NUMPY")
+    assert "broken.npy cannot be read" in message("broken.npy")
+    torch.save({"x": 1}, "dict.pt")
+    assert "it holds a dict, not a tensor" in message("dict.pt")
+    torch.save(refused, "code.pt")  # a function: loading it would import code
+    assert "code.pt cannot be read" in message("code.pt")
+    Path("broken.pt").write_text("no")
+    assert "broken.pt cannot be read" in message("broken.pt")
+    with pytest.raises(DataError, match=r"a\.png must be a \.csv, \.npy, \.pt file: an input is 2 numbers, no picture"):
+        read_inputs([Path("a.png")], {"input_shape": [2], "input_dtype": "float32"}, None)
+
+
+def test_init_never_overwrites() -> None:
+    Path("task.py").write_text("mine")
+    assert "already has task.py" in refused("init")
+    assert {path.name for path in Path().iterdir()} == {"task.py", "nets.py"}
+    assert Path("task.py").read_text() == "mine"

@@ -1,0 +1,125 @@
+"""What the report tells its reader to do next, and the facts that make it say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_folders import LAYERS, edit, load, unfinished, write_run
+from safetensors.numpy import load_file, save_file
+
+from bayestrain.app.report.advice import advice
+from bayestrain.app.report.read import read_run
+
+
+def said(folder: Path) -> str:
+    return " ".join(advice(read_run(folder)))
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Pass every line of the history through `change`."""
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    (folder / "history.jsonl").write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
+
+
+def with_ends(*ends: list[int]) -> Any:
+    return {name: (*about[:4], end) for (name, about), end in zip(LAYERS.items(), ends, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "kind", ["classification", "posterior", "regression", "regression-posterior", "other", "dense"]
+)
+def test_a_good_run_needs_nothing(tmp_path: Path, kind: str) -> None:
+    assert said(write_run(tmp_path / "run", kind)).startswith("Nothing here calls for another run")
+
+
+def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
+    assert "after epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
+
+
+def test_ranks_at_their_maximum(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", layers=with_ends([6, 20, 3], [20], [4, 20, 8, 2]))
+    assert "3 of 8 bonds kept the maximum rank of 20" in said(folder)
+    assert "for example to 40" in said(folder)
+
+
+def test_a_bond_that_its_modes_limit_asks_for_no_larger_rank(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", layers=with_ends([18, 7, 9], [7], [4, 8, 8, 2]))
+    assert "maximum rank" not in said(folder)
+
+
+def test_ranks_that_did_not_move(tmp_path: Path) -> None:
+    full = {name: (*about[:4], about[3]) for name, about in LAYERS.items()}
+    text = said(write_run(tmp_path / "run", layers=full, weight=0.2))
+    assert "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200" in text
+    assert "maximum rank" not in text
+
+
+def test_ranks_that_were_not_to_move(tmp_path: Path) -> None:
+    full = {name: (*about[:4], about[3]) for name, about in LAYERS.items()}
+    folder = write_run(tmp_path / "run", layers=full)
+    rewrite(folder, lambda line: {**line, "phase": "train"})
+    assert "pruned" not in said(folder)
+
+
+def test_collapsed_layers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", layers=with_ends([6, 9, 3], [1], [1, 1, 1, 1]))
+    assert "2 layers collapsed to rank 1 (fc1, fc2) and may be a bottleneck: list them under keep_dense" in said(folder)
+
+
+def test_a_search_that_ended_too_early(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rewrite(folder, lambda line: {**line, "parameters": 9000 - 300 * line["epoch"]})
+    assert "The search ended while ranks were still being pruned" in said(folder)
+
+
+def test_a_cut_that_cost_accuracy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    validation = load(folder / "result.json")["validation"]
+    edit(folder, validation={**validation, "accuracy": validation["accuracy"] - 0.031})
+    assert "The final cut cost 3.1 points of validation accuracy" in said(folder)
+
+
+@pytest.mark.parametrize(("temper", "claim"), [(3.0, "overconfident"), (0.4, "underconfident")])
+def test_confidence_that_is_off(tmp_path: Path, temper: float, claim: str) -> None:
+    folder = write_run(tmp_path / "run", temper=temper)
+    assert f"It is {claim} (" in said(folder)
+    assert f"predict at temperature {temper:.2f}, which lowers the calibration error from" in said(folder)
+    edit(folder, calibrated=None)
+    assert "calibrate on validation data, or train a posterior" in said(folder)
+
+
+@pytest.mark.parametrize(("factor", "claim"), [(0.4, "narrow"), (3.0, "wide")])
+def test_intervals_that_are_off(tmp_path: Path, factor: float, claim: str) -> None:
+    folder = write_run(tmp_path / "run", "regression")
+    tensors = load_file(folder / "predictions.safetensors")
+    save_file({**tensors, "std": (factor * tensors["std"]).astype(np.float32)}, folder / "predictions.safetensors")
+    assert f"Its intervals are too {claim}" in said(folder)
+
+
+def test_particles(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "posterior")
+    result = load(folder / "result.json")
+    posterior = {**result["posterior"], "warnings": ["The particles have collapsed: start them apart."]}
+    edit(folder, posterior=posterior)
+    assert said(folder) == "The particles have collapsed: start them apart."
+    alone = result["metrics"]["log_likelihood"] + 0.01
+    edit(folder, posterior={**posterior, "warnings": [], "mean_log_likelihood": alone})
+    assert "The particles together are no better than one alone" in said(folder)
+
+
+def test_overfitting_and_training_that_ended_too_early(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rewrite(folder, lambda x: {**x, "validation": {"log_likelihood": -1.0 - abs(x["epoch"] - 6) / 10}})
+    assert "It overfits: validation log likelihood was best at epoch 6 (−1.00) and ended at −2.40" in said(folder)
+    rewrite(folder, lambda x: {**x, "validation": {"log_likelihood": -3.0 + x["epoch"] / 10}})
+    assert "still rising at the end" in said(folder)
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rewrite(folder, lambda line: {**line, "train_loss": float("nan") if line["epoch"] >= 9 else line["train_loss"]})
+    assert "not finite from epoch 9 on: lower lr" in said(folder)

@@ -1,0 +1,341 @@
+"""The report of a run: complete, escaped, true to the files, for every task and format."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folders import LAYERS, deep_layers, dump, edit, load, unfinished, write_run
+from safetensors.numpy import load_file, save_file
+
+from bayestrain.app.report import write_report
+from bayestrain.app.report.certainty import covered, reliability
+from bayestrain.app.report.page import tiles
+from bayestrain.app.report.plots import STYLE
+from bayestrain.app.report.read import Classes, Values, read_run
+from bayestrain.app.report.words import count, duration, number, percent, plural, ratio, short_count, short_name
+from bayestrain.errors import DataError
+
+RANKS = {"Ranks", "Parameters per layer", *(f"Ranks of {name}" for name in LAYERS)}
+SPECTRA = {f"Spectra of {name}" for name in LAYERS}
+TRAINING = {"Likelihood and prior", "Size"}
+CERTAINTY = {"Reliability", "Accuracy if it may abstain"}
+INTERVALS = {"Predicted and true values", "Calibration of the intervals"}
+PARTICLES = {"Where uncertainty comes from", "Particles while training"}
+EXPECTED = {
+    "classification": RANKS | SPECTRA | TRAINING | CERTAINTY | {"Accuracy"},
+    "posterior": RANKS | SPECTRA | TRAINING | CERTAINTY | PARTICLES | {"Accuracy", "What the particles say"},
+    "regression": RANKS | SPECTRA | TRAINING | INTERVALS | {"RMSE"},
+    "regression-posterior": RANKS | SPECTRA | TRAINING | INTERVALS | PARTICLES | {"RMSE"},
+    "other": RANKS | SPECTRA | TRAINING,
+    "dense": {"Parameters per layer", "Accuracy"} | TRAINING | CERTAINTY,
+}
+
+
+class Page(HTMLParser):
+    """Tags, titles, pictures and text of a page; fails on a tag that is not closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.titles: list[str] = []
+        self.figures: dict[str, tuple[str, str]] = {}
+        self.pictures: list[dict[str, str | None]] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        assert self.open == []
+        assert "script" not in self.tags
+        assert all(reference.startswith("data:") for reference in self.references)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.references += [value or "" for key, value in attrs if key in ("href", "src", "srcset", "action")]
+        if tag == "img":
+            assert found["alt"]
+            if "figure" in self.open:
+                svg = base64.b64decode((found["src"] or "").removeprefix("data:image/svg+xml;base64,")).decode()
+                self.figures[self.titles[-1]] = svg, found["alt"] or ""
+            else:
+                self.pictures.append(found)
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h3" and "figure" in self.open:
+            self.titles.append(data)
+        if "style" not in self.open:
+            self.text += data
+
+
+def report(folder: Path) -> Page:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return Page(path)
+
+
+def change_tensors(folder: Path, **tensors: np.ndarray | None) -> None:
+    path = folder / "predictions.safetensors"
+    found = {**load_file(path), **tensors}
+    save_file({name: np.ascontiguousarray(x) for name, x in found.items() if x is not None}, path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classification run and its report, for tests that leave its files alone."""
+    folder = write_run(tmp_path_factory.mktemp("runs") / "run")
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def posterior(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "posterior", "posterior")
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_every_kind_of_run_has_its_figures(tmp_path: Path, kind: str) -> None:
+    page = report(write_run(tmp_path / "run", kind))
+    assert set(page.figures) == EXPECTED[kind]
+    assert len(page.titles) == len(page.figures)
+    assert "What to do next" in page.text
+    assert "bayestrain train run.toml" in page.text
+    assert "max_rank = 20" in page.text
+    assert "ec317859a1b6" in page.text
+
+
+def test_the_page_asks_for_nothing_and_is_the_same_every_time(shared: Path) -> None:
+    first = Page(shared / "report.html")
+    assert not re.search(r"@import|url\(|https?://", first.source)
+    assert report(shared).source == first.source
+
+
+def test_reading_the_report_needs_no_torch() -> None:
+    code = "import bayestrain.app.report, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_and_sizes_of_any_format_are_those_of_the_files(shared: Path) -> None:
+    page = Page(shared / "report.html")
+    rows = {cells[0]: cells for row in re.findall(r"<tr>(.*?)</tr>", page.source)
+            if (cells := [html.unescape(cell) for cell in re.findall(r">([^<]*)</t[hd]>", row)])}  # fmt: skip
+    for name, (form, layout, shape, starts, ends) in LAYERS.items():
+        size = count(60 * sum(ends))
+        dense = count(np.prod(shape))
+        wanted = [name, form, layout, "×".join(map(str, shape)), str(starts)[1:-1], str(ends)[1:-1], dense, size]
+        assert rows[name][:8] == wanted
+        svg, alt = page.figures[f"Ranks of {name}"]
+        assert [f"bond {k}: {rank} now" in svg for k, rank in enumerate(ends, start=1)] == [True] * len(ends)
+        assert str(ends)[1:-1] in page.figures["Ranks"][1]
+    assert rows["head"][:8] == ["head", "dense", "", "10×64", "", "", "650", "650"]
+
+
+def test_the_count_kept_is_the_same_in_text_and_figure_and_file(shared: Path, run: Path) -> None:
+    page = Page(shared / "report.html")
+    for name, about in load(shared / "spectra.json")["layers"].items():
+        svg, alt = page.figures[f"Spectra of {name}"]
+        for bond, (values, kept) in enumerate(zip(about["bonds"], about["kept"], strict=True), start=1):
+            assert f"bond {bond}: {kept} of {len(values)} kept" in svg
+            assert f"bond {bond}: {kept} of {len(values)} kept" in alt
+    assert "changed again" not in page.text
+    edit(run, ranks={**load(run / "result.json")["ranks"], "fc1": [5]})
+    assert "Ranks changed again after this cut in fc1" in report(run).text
+
+
+def test_tiles_state_their_own_value_and_pass_no_verdict(posterior: Path) -> None:
+    result = load(posterior / "result.json")
+    found = {label: (value, notes) for label, value, notes in tiles(read_run(posterior))}
+    metrics = result["metrics"]
+    assert found["Accuracy (test)"] == (
+        percent(metrics["accuracy"]),
+        [f"validation {percent(result['validation']['accuracy'])}"],
+    )
+    alone = number(result["posterior"]["mean_log_likelihood"])
+    assert found["Log likelihood (test)"] == (
+        number(metrics["log_likelihood"]),
+        [f"one particle alone: {alone} on average"],
+    )
+    assert found["Calibration error"] == (percent(metrics["ece"]), ["0.80\u00a0% at temperature 1.00"])
+    assert found["Parameters"][0] == count(result["parameters"])
+    assert found["Parameters"][1][0] == f"{ratio(113_482 / result['parameters'])} fewer than dense (113,482)"
+    assert found["Training time"] == ("4 min 20 s", ["on cpu", "575 MiB of memory"])
+    tile_text = report(posterior).source.partition("<dl")[2].partition("</dl>")[0]
+    assert not re.search("better|worse", tile_text)
+
+
+def test_the_reliability_figure_has_the_recorded_calibration_error(shared: Path) -> None:
+    ece = load(shared / "result.json")["metrics"]["ece"]
+    predictions = read_run(shared).predictions
+    assert isinstance(predictions, Classes)
+    bins, error = reliability(predictions)
+    assert error == pytest.approx(ece)
+    assert sum(n for _, _, n in bins) == len(predictions.labels)
+    assert f"expected calibration error {percent(ece)}" in Page(shared / "report.html").figures["Reliability"][0]
+
+
+def test_coverage_of_intervals(tmp_path: Path) -> None:
+    found = read_run(write_run(tmp_path / "run", "regression")).predictions
+    assert isinstance(found, Values)
+    assert covered(found, 0.9) == pytest.approx(0.9, abs=0.03)
+    assert covered(found, 0.5) == pytest.approx(0.5, abs=0.04)
+
+
+def test_pictures_only_where_inputs_are_pictures(tmp_path: Path, shared: Path, run: Path) -> None:
+    page = Page(shared / "report.html")
+    assert len(page.pictures) == 14
+    assert all((picture["src"] or "").startswith("data:image/png;base64,") for picture in page.pictures)
+    bare = report(write_run(tmp_path / "bare", pictures=False))
+    assert bare.pictures == []
+    assert bare.text.count("The most uncertain test inputs") == 1
+    assert "uncertainty / nats" in bare.text
+    colour = np.random.default_rng(0).integers(0, 255, (24, 3, 8, 8), dtype=np.uint8)
+    change_tensors(run, hardest_inputs=colour)
+    assert len(report(run).pictures) == 14
+
+
+def test_regression_of_several_outputs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "regression")
+    tensors = load_file(folder / "predictions.safetensors")
+    change_tensors(folder, **{name: np.stack([x, 2 * x, 3 * x, 4 * x], 1) for name, x in tensors.items()})
+    page = report(folder)
+    assert "true value of output 3" in page.figures["Predicted and true values"][0]
+    assert ", output 1" in page.text
+
+
+def test_a_deep_network_has_maps_and_few_figures(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "run", layers=deep_layers()))
+    assert len(page.figures) <= 14
+    assert "Ranks over the epochs" in page.figures
+    assert "Ranks" not in page.figures
+    assert sum(title.startswith("Spectra") for title in page.figures) == 6
+    assert "67 smaller layers" in page.figures["Parameters per layer"][0]
+    assert "Layers (91)" in page.text
+    assert "<details><summary>Layers" in page.source
+    assert len(page.source) < 1_000_000
+
+
+def test_no_name_can_break_the_page(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>$x_{ & 深い ' + "long" * 20
+    layers = {evil: LAYERS["fc2"], f"{evil}2": LAYERS["fc1"]}
+    folder = write_run(tmp_path / "run", "posterior", name="plain", layers=layers)
+    edit(folder, name=evil, classes=[evil] * 10, command=evil, device=evil, from_run=evil)
+    dump(folder / "environment.json", {evil: evil})
+    posterior = load(folder / "result.json")["posterior"]
+    edit(folder, posterior={**posterior, "warnings": [evil], "ood": {"name": evil, "auroc": 0.9}, "method": evil})
+    page = report(folder)
+    assert len(page.figures) == 14
+    assert all("<script" not in svg for svg, _ in page.figures.values())
+    assert STYLE["text.parse_math"] is False
+
+
+def test_an_unfinished_run_shows_what_is_there(run: Path) -> None:
+    page = report(unfinished(run))
+    assert "This run is unfinished" in page.text
+    assert set(page.figures) == RANKS - {"Parameters per layer"} | TRAINING | {"Accuracy"}
+    assert "Epochs so far" in page.text
+    assert "after epoch 5 of 20" in page.text
+    assert tiles(read_run(run))[1][0] == "Accuracy (validation)"
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "config.toml", "environment.json", "predictions.safetensors"])
+def test_what_a_finished_run_lacks_is_named(run: Path, name: str) -> None:
+    (run / name).unlink()
+    page = report(run)
+    assert f"the run folder lacks {name}." in page.text
+    assert len(page.figures) >= 5
+
+
+def test_of_an_own_likelihood_no_predictions_are_missed(tmp_path: Path) -> None:
+    assert "Left out" not in report(write_run(tmp_path / "run", "other")).text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("result.json", "{", "Expecting"),
+        ("result.json", "[1]", "it holds a list instead of an object"),
+        ("result.json", '{"name": "x"}', "it has no 'parameters'"),
+        ("result.json", '{"parameters": 1, "dense_parameters": 2, "layers": {"a": 3}}', "no attribute"),
+        ("result.json", '{"parameters": 1, "dense_parameters": 2, "ranks": {"fc1": [2, 3]}}', "2 ranks but 1 start"),
+        ("environment.json", "{", "Expecting"),
+        ("config.toml", "[fit", "Expected"),
+        ("spectra.json", '{"layers": {"a": {"bonds": [[1, 2]], "kept": [3]}}}', "kept [3]"),
+        ("spectra.json", '{"layers": {"a": {"kept": [3]}}}', "it has no 'bonds'"),
+        ("history.jsonl", '{"epoch": 1}\n{"epo\n{"epoch": 2}\n', "Unterminated"),
+        ("predictions.safetensors", "no tensors", "header"),
+    ],
+)
+def test_a_damaged_file_is_named(run: Path, name: str, content: str, reason: str) -> None:
+    (run / name).write_text(content)
+    with pytest.raises(DataError, match=re.escape(reason)) as error:
+        write_report(run)
+    assert str(error.value).startswith(str(run / name))
+    assert "is damaged" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "reason"),
+    [
+        ("labels", np.zeros(5, np.int64), "do not fit each other"),
+        ("probabilities", np.ones((1200, 10)), "do not add up to 1"),
+        ("total", np.zeros(3), "do not fit 1200 labels"),
+        ("hardest", np.full(24, 5000), "outside of the 1200 inputs"),
+        ("hardest_inputs", np.zeros((24, 6)), "are no pictures"),
+        ("hardest_particle_probabilities", np.zeros((8, 3, 10)), "do not fit 24 hardest inputs"),
+        ("probabilities", None, "it has no 'mean'"),
+    ],
+)
+def test_predictions_that_do_not_fit_are_refused(run: Path, tensor: str, value: np.ndarray | None, reason: str) -> None:
+    change_tensors(run, **{tensor: value})
+    with pytest.raises(DataError, match=rf"predictions.safetensors is damaged .*{reason}"):
+        write_report(run)
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(DataError, match=f"{folder} is not a run folder: it has neither result.json nor"):
+            write_report(folder)
+
+
+def test_a_resumed_epoch_counts_once(run: Path) -> None:
+    lines = (run / "history.jsonl").read_text().splitlines()
+    again = {**json.loads(lines[7]), "train_loss": 99.0}
+    (run / "history.jsonl").write_text("\n".join([*lines, json.dumps(again)]))
+    history = read_run(run).history
+    assert [record.number for record in history] == list(range(21))
+    assert history[7].numbers["train_loss"] == 99.0
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert (count(3625), count(None), short_count(27235), short_count(12)) == ("3,625", "–", "27.2k", "12")
+    assert (ratio(137.07), ratio(7.4), percent(0.98561), percent(0.5, 0)) == (
+        "137×",
+        "7.4×",
+        "98.56\u00a0%",
+        "50\u00a0%",
+    )
+    assert (number(-0.04583), number(1108.2), number(0), number(2.0)) == ("−0.0458", "1,108", "0.00", "2.00")
+    assert (duration(4.21), duration(52), duration(112), duration(1800), duration(7320)) == (
+        "4.2 s", "52 s", "1 min 52 s", "30 min", "2 h 2 min",
+    )  # fmt: skip
+    assert (plural(1, "layer"), plural(2, "layer")) == ("1 layer", "2 layers")
+    assert short_name("a.very.long.name.of.a.layer", 12) == "a.ver….layer"

@@ -1,0 +1,153 @@
+"""Networks, formats and particles that the tests of compaction share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.formats import Equation, Format, TensorTrain, algebra
+from bayestrain.nn import FactorizedWeight, Layout
+from bayestrain.prior.density import conditional_mode
+
+
+class Given(Format):
+    """A format that is only its equation."""
+
+    text: ClassVar[str]
+
+    def equation(self, modes: Sequence[int]) -> Equation:  # noqa: ARG002
+        return Equation.parse(self.text)
+
+    def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
+        raise NotImplementedError
+
+
+class Tucker(Given):
+    name = "a tucker"
+    text = "xyz, ax, by, cz -> abc"
+
+
+class TuckerTwo(Given):
+    name = "a tucker whose last mode has no core"
+    text = "xyc, ax, by -> abc"
+
+
+class Ring(Given):
+    name = "a ring"
+    text = "rax, xby, ycr -> abc"
+
+
+class Cp(Given):
+    name = "a cp"
+    text = "ar, br, cr -> abc"
+
+
+FORMATS: dict[str, Format] = {
+    "tt": TensorTrain(),
+    "tucker": Tucker(),
+    "tucker2": TuckerTwo(),
+    "ring": Ring(),
+    "cp": Cp(),
+}
+PLANTED = {"tt": (3, 2), "tucker": (3, 2, 3), "tucker2": (3, 2), "ring": (2, 2, 3), "cp": (3,)}
+"""Small ranks for each format."""
+
+
+class Layer(nn.Module):
+    """A linear layer without bias, whatever the format."""
+
+    def __init__(self, weight: FactorizedWeight) -> None:
+        super().__init__()
+        self.factorized = weight
+
+    @property
+    def outputs(self) -> int:
+        return self.factorized.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.factorized.dense().mT
+
+
+def layout(padded: bool = False, size: int = 1) -> Layout:
+    """Three modes: a factor of the outputs, one of each fused, and a factor of the inputs."""
+    out, split = 12 * size, (4 * size, 3)
+    shape = (out - 1, 19) if padded else (out, 20)
+    return Layout(shape, shape, (split, (4, 5)), ((0,), (1, 2), (3,)))
+
+
+def weight(
+    kind: str, rank: int | Sequence[int] = 6, *, padded: bool = False, size: int = 1, decay: float = 1.0
+) -> FactorizedWeight:
+    """A weight with random cores in double precision; every index of a bond is `decay` times the one before."""
+    format, folding = FORMATS[kind], layout(padded, size)
+    equation = format.equation(folding.sizes)
+    ranks = [rank] * len(equation.bonds) if isinstance(rank, int) else rank
+    cores = algebra.random_cores(equation, folding.sizes, ranks, 0.1, dtype=torch.float64)
+    for bond in equation.bonds:
+        core = equation.owners(bond)[-1]
+        axis = equation.axis(core, bond)
+        factors = decay ** torch.arange(cores[core].shape[axis], dtype=torch.float64)
+        cores[core] = cores[core] * factors.reshape([-1 if a == axis else 1 for a in range(cores[core].ndim)])
+    return FactorizedWeight(format, folding, cores)
+
+
+def planted(kind: str, noise: float = 1e-4, rank: int = 6, **options: bool) -> nn.Sequential:
+    """A network of one layer with `rank` at every bond, whose weight has the ranks `PLANTED`, plus a little."""
+    small, whole = weight(kind, PLANTED[kind], **options), weight(kind, rank, **options)
+    with torch.no_grad():
+        for core, part in zip(whole.cores, small.cores, strict=True):
+            core.mul_(noise)
+            core[tuple(slice(n) for n in part.shape)] += part
+    return nn.Sequential(Layer(whole))
+
+
+def with_lambda(model: nn.Module) -> nn.Module:
+    """The same with lambda at its mode."""
+    for own in model.modules():
+        if isinstance(own, FactorizedWeight):
+            state = own.attach_rank_state()
+            modes = conditional_mode(own.equation, [core.detach() for core in own.cores], state.log_lambdas)
+            for bond, u in enumerate(modes):
+                state.set_log_lambda(bond, u)
+    return model
+
+
+class Particles:
+    """What compaction sees of a posterior."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.template = copy.deepcopy(models[0])
+        every = [dict(model.named_parameters()) for model in models]
+        self.particles = {
+            f"model.{name}": torch.stack([own[name].detach() for own in every]).requires_grad_()
+            for name, parameter in models[0].named_parameters()
+            if parameter.requires_grad
+        }
+        buffers = [dict(model.named_buffers()) for model in models]
+        self.carried = {f"model.{name}": torch.stack([own[name] for own in buffers]) for name in buffers[0]}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.particles.values())))
+
+    def particle(self, i: int) -> nn.Module:
+        """Particle i as a network of its own."""
+        model = copy.deepcopy(self.template)
+        model.load_state_dict(
+            {name.removeprefix("model."): t[i].detach() for name, t in {**self.particles, **self.carried}.items()},
+            strict=False,
+        )
+        return model
+
+
+def dense(model: nn.Module, name: str = "0") -> Tensor:
+    """The weight of a layer, in double precision."""
+    return model.get_submodule(name).factorized.dense().detach().double()
+
+
+def change(before: Tensor, after: Tensor) -> float:
+    """Relative change of a weight."""
+    return float((after - before).norm() / before.norm())

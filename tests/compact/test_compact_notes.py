@@ -1,0 +1,56 @@
+"""What `compact_` says about ranks that did not move, and about layers of which little is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compact_kit import Particles, planted, with_lambda
+from torch import nn
+
+from bayestrain.compact import compact_
+from bayestrain.nn import TensorLinear
+
+
+def shrunk(*behind: nn.Module, factor: float = 1e-2) -> nn.Sequential:
+    model = nn.Sequential(TensorLinear(144, 144, max_rank=4), *behind)
+    with torch.no_grad():
+        for core in model[0].cores:
+            core *= factor
+    return model
+
+
+def test_no_rank_moved() -> None:
+    model = shrunk(factor=1)
+    assert "no rank moved. Train longer or with a larger prior weight, check that" in str(compact_(model, tol=1e-9))
+    compact_(with_lambda(model), 0.9)
+    assert compact_(model, tol=1e-9).notes == ()  # some fell before
+
+
+@pytest.mark.parametrize("kind", ["tt", "cp"])
+def test_a_layer_collapsed(kind: str) -> None:
+    model = planted(kind)
+    with torch.no_grad():
+        for core in model[0].factorized.cores:
+            core *= 1e-3
+            core[tuple(0 if n == 6 else slice(None) for n in core.shape)] = 1.0
+    (note,) = compact_(model).notes
+    assert note == "layer '0' collapsed to rank 1 at every bond. If accuracy fell, lower the prior weight."
+
+
+def test_a_weight_vanished_under_the_prior() -> None:
+    model = shrunk()
+    assert not any("almost nothing" in note for note in compact_(model, tol=1e-9).notes)  # no prior was there
+    first, second = compact_(with_lambda(shrunk()), tol=1e-9).notes
+    assert first.startswith("the weight of '0' has shrunk to almost nothing. The prior probably outweighed the data")
+    assert second.startswith("no rank moved. Train longer, check that prior.loss()")  # and no larger weight
+    for fine in (shrunk(factor=0.5), shrunk(nn.BatchNorm1d(144))):  # in front of a batch norm sizes mean nothing
+        (note,) = compact_(with_lambda(fine), tol=1e-9).notes
+        assert note.startswith("no rank moved. Train longer or with a larger prior weight, ")
+
+
+def test_the_particles_in_which_it_vanished_are_named() -> None:
+    factors = (1e-2, 0.5, 1e-2)
+    particles = Particles([with_lambda(shrunk(factor=factor)) for factor in factors])
+    note, other = compact_(particles, 1e-9).notes
+    assert note.startswith("the weight of '0' has shrunk to almost nothing in 2 of 3 particles. The prior")
+    assert "prior.loss()" not in other

@@ -1,0 +1,65 @@
+"""Random tensor networks of every kind, for tests that must hold for any equation."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from bayestrain.formats import Equation
+
+NAMED = {
+    "train": Equation.parse("ax, xby, yc -> abc"),
+    "cp": Equation.parse("ar, br, cr -> abc"),
+    "tucker": Equation.parse("xyz, ax, by, cz -> abc"),
+    "tucker-2, one mode without a core": Equation.parse("xbz, ax, cz -> abc"),
+    "ring": Equation.parse("rax, xby, ycr -> abc"),
+    "star": Equation.parse("xyzw, ax, by, cz, dw -> abcd"),
+    "shared bond beside a chain": Equation.parse("axr, xbr, cr -> abc"),
+    "core without bonds": Equation.parse("a, bx, xc -> abc"),
+    "one core": Equation.parse("ab -> ab"),
+}
+
+
+def random_equation(seed: int) -> Equation:
+    """A connected network of 2 to 6 cores, sometimes with loops, shared bonds, and cores of no or two modes."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 6)
+    cores: list[list[str]] = [[] for _ in range(count)]
+    bonds = 0
+    for k in range(1, count):  # a tree
+        bond, bonds = f"r{bonds}", bonds + 1
+        cores[k].append(bond)
+        cores[rng.randrange(k)].append(bond)
+    for _ in range(rng.randint(0, 2)):  # loops and shared bonds
+        owners = rng.sample(range(count), rng.randint(2, count))
+        bond, bonds = f"r{bonds}", bonds + 1
+        for k in owners:
+            cores[k].append(bond)
+    modes = []
+    for k in range(count):
+        for _ in range(rng.choice((0, 1, 1, 1, 2))):
+            modes.append(f"m{len(modes)}")
+            cores[k].append(modes[-1])
+    if not modes:
+        modes = ["m0"]
+        cores[0].append("m0")
+    for core in cores:
+        rng.shuffle(core)
+    order = list(modes)
+    rng.shuffle(order)
+    return Equation(tuple(tuple(core) for core in cores), tuple(order))
+
+
+def random_cores(
+    equation: Equation, seed: int, sizes: tuple[int, int] = (2, 4), ranks: tuple[int, int] = (1, 3)
+) -> list[Tensor]:
+    """Gaussian cores in double precision with random sizes and ranks."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    modes = [rng.randint(*sizes) for _ in equation.modes]
+    bonds = [rng.randint(*ranks) for _ in equation.bonds]
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in equation.shapes(modes, bonds)]
+
+
+EQUATIONS = [*NAMED.values(), *(random_equation(seed) for seed in range(12))]

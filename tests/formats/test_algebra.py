@@ -1,0 +1,171 @@
+"""The algebra of any equation, against numpy's einsum on random networks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from networks import EQUATIONS, NAMED, random_cores
+from torch import Tensor
+from torch.testing import assert_close
+
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.formats import Equation, algebra, get
+from bayestrain.formats.align import align, balance
+
+SEEDED = [pytest.param(equation, seed, id=f"{seed}: {equation}") for seed, equation in enumerate(EQUATIONS)]
+
+
+def reference(equation: Equation, cores: list[Tensor]) -> np.ndarray:
+    """The full tensor by one call of numpy's einsum."""
+    number = {label: n for n, label in enumerate(dict.fromkeys(x for core in equation.cores for x in core))}
+    args: list[object] = []
+    for core, labels in zip(cores, equation.cores, strict=True):
+        args += [core.numpy(), [number[x] for x in labels]]
+    return np.einsum(*args, [number[x] for x in equation.output], optimize=True)
+
+
+@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+def test_the_dense_tensor_is_numpys(equation: Equation, seed: int) -> None:
+    cores = random_cores(equation, seed)
+    assert_close(algebra.dense(equation, cores).numpy(), reference(equation, cores))
+
+
+@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+def test_norms_and_inner_products_are_those_of_the_dense_tensors(equation: Equation, seed: int) -> None:
+    cores = random_cores(equation, seed)
+    sizes = equation.sizes([core.shape for core in cores])
+    others = [
+        torch.randn(shape, dtype=torch.float64)
+        for shape in equation.shapes([sizes[m] for m in equation.modes], [2] * len(equation.bonds))
+    ]
+    a, b = reference(equation, cores), reference(equation, others)
+    assert_close(float(algebra.norm(equation, cores)), float(np.linalg.norm(a)))
+    assert_close(float(algebra.inner(equation, cores, others)), float((a * b).sum()))
+
+
+@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+def test_a_contribution_is_what_the_tensor_loses_with_an_index(equation: Equation, seed: int) -> None:
+    cores = random_cores(equation, seed, ranks=(2, 3))
+    whole = reference(equation, cores)
+    for bond, found in zip(equation.bonds, algebra.contributions(equation, cores), strict=True):
+        for r in range(len(found)):
+            left = algebra.keep(equation, cores, bond, torch.tensor([i for i in range(len(found)) if i != r]))
+            assert_close(float(found[r]), float(np.linalg.norm(whole - reference(equation, left))))
+
+
+@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+def test_the_error_of_dropping_several_indices_is_exact(equation: Equation, seed: int) -> None:
+    cores = random_cores(equation, seed, ranks=(3, 4))
+    whole = reference(equation, cores)
+    for bond in equation.bonds:
+        order, errors = algebra.drop_order(equation, cores, bond)
+        exact = []
+        for count in range(1, len(order)):
+            left = algebra.keep(equation, cores, bond, order[count:].sort().values)
+            exact.append(float(np.linalg.norm(whole - reference(equation, left))))
+        assert_close(errors[:-1].tolist(), np.maximum.accumulate(exact).tolist())
+
+
+@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+def test_aligning_changes_no_tensor_and_survives_a_hostile_gauge(equation: Equation, seed: int) -> None:
+    cores = random_cores(equation, seed)
+    for bond in equation.bonds:  # one core's slices become large, another's small: the same tensor
+        first, second, *_ = equation.owners(bond)
+        cores[first], cores[second] = cores[first] * 1e3, cores[second] * 1e-3
+    whole = reference(equation, cores)
+    assert_close(reference(equation, align(equation, cores)), whole, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["train", "tucker", "star", "tucker-2, one mode without a core"])
+def test_in_a_tree_every_index_becomes_a_singular_direction(name: str) -> None:
+    equation = NAMED[name]
+    cores = random_cores(equation, 3, sizes=(4, 5), ranks=(2, 4))
+    whole = algebra.dense(equation, cores)
+    aligned = align(equation, cores, live=1e-9)
+    for bond, found in zip(equation.bonds, algebra.contributions(equation, aligned), strict=True):
+        left, _ = equation.owners(bond)
+        inside = {m for k in equation.side(left, without=bond) for m in equation.cores[k] if m in equation.modes}
+        order = [n for n, m in enumerate(equation.modes) if m in inside]
+        rest = [n for n in range(len(equation.modes)) if n not in order]
+        unfolded = whole.permute(*order, *rest).reshape(int(np.prod([whole.shape[n] for n in order])), -1)
+        singular = torch.linalg.svdvals(unfolded)[: len(found)]
+        found = torch.cat([found.sort(descending=True).values, found.new_zeros(max(0, len(singular) - len(found)))])
+        assert_close(found[: len(singular)], singular, rtol=1e-6, atol=1e-6)
+
+
+def test_balancing_gives_every_core_the_same_share_of_each_component() -> None:
+    equation = NAMED["cp"]
+    cores = random_cores(equation, 0, sizes=(3, 5), ranks=(3, 3))
+    cores[0] = cores[0] * torch.tensor([1e-4, 1.0, 1e4], dtype=torch.float64)
+    balanced = balance(equation, cores, "r")
+    assert_close(algebra.dense(equation, balanced), algebra.dense(equation, cores))
+    norms = torch.stack([core.norm(dim=0) for core in balanced])
+    assert_close(norms, norms[:1].expand_as(norms))
+
+
+@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+def test_refitting_brings_cut_cores_nearer_to_the_tensor_they_came_from(equation: Equation, seed: int) -> None:
+    if not equation.bonds:
+        pytest.skip("nothing to cut")
+    cores = random_cores(equation, seed, sizes=(3, 4), ranks=(3, 3))
+    whole = algebra.dense(equation, cores)
+    cut = algebra.keep(equation, cores, equation.bonds[0], torch.tensor([0, 1]))
+    refitted = algebra.refit(equation, cut, cores, sweeps=2)
+    assert [core.shape for core in refitted] == [core.shape for core in cut]
+    before, after = (float((algebra.dense(equation, own) - whole).norm()) for own in (cut, refitted))
+    assert after <= before * (1 + 1e-6)
+
+
+def test_twenty_modes_are_contracted_through_small_intermediates() -> None:
+    train = get("tt").equation([4] * 20)
+    cores = algebra.random_cores(train, [4] * 20, [8] * 19, 1.0, dtype=torch.float64)
+    pairs = algebra.operands(train, cores) + algebra.primed(train, cores, train.bonds)
+    _, largest = algebra.plan(tuple(x for _, x in pairs), tuple(tuple(t.shape) for t, _ in pairs), ())
+    assert largest <= 8 * 4 * 8  # the dense tensor has 4^20 entries
+    assert_close(float(algebra.norm(train, cores)), 2.0**20)
+    assert all(len(found) == 8 for found in algebra.contributions(train, cores))
+
+
+def test_more_labels_than_letters() -> None:
+    train = get("tt").equation([1] * 40)
+    cores = [torch.ones(shape, dtype=torch.float64) for shape in train.shapes([1] * 40, [2] * 39)]
+    assert float(algebra.inner(train, cores, cores)) == 4.0**39
+
+
+@pytest.mark.parametrize("variance", [0.5, 1e-8])
+@pytest.mark.parametrize("equation", NAMED.values(), ids=NAMED)
+def test_random_cores_have_the_variance_asked_for(equation: Equation, variance: float) -> None:
+    modes = [5] * len(equation.modes)
+    cores = algebra.random_cores(equation, modes, [3] * len(equation.bonds), variance, dtype=torch.float64)
+    assert_close(float(algebra.dense(equation, cores).square().mean()), variance)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("ax, xb", "reads"),
+        ("ax, xb -> abz", "belong to none"),
+        ("ax, b -> ab", "join at least two cores"),
+        ("ax, ax -> a", "exactly one core"),
+        ("aa -> a", "only once"),
+    ],
+)
+def test_an_equation_that_makes_no_sense_is_refused(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Equation.parse(text)
+
+
+def test_cores_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ShapeError, match="must agree"):
+        NAMED["train"].ranks([(2, 3), (4, 2, 2), (2, 2)])
+
+
+def test_max_ranks_are_cut_to_what_neighbours_can_use() -> None:
+    assert algebra.max_ranks(NAMED["train"], (2, 5, 3), 100) == (2, 3)
+    assert algebra.max_ranks(NAMED["tucker"], (2, 5, 30), 100) == (2, 5, 10)
+    assert algebra.max_ranks(NAMED["cp"], (2, 5, 3), 100) == (6,)
+    with pytest.raises(ConfigError, match="at least 1"):
+        algebra.max_ranks(NAMED["train"], (2, 5, 3), 0)
+    with pytest.raises(ShapeError, match="one per bond"):
+        algebra.max_ranks(NAMED["train"], (2, 5, 3), (1, 2, 3))

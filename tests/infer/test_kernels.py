@@ -1,0 +1,186 @@
+"""Kernels, distances and diagnostics against plain sums and autograd."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import svgd_reference as slow
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bayestrain.errors import ConfigError
+from bayestrain.infer import Kernel, diagnose, imq, median_bandwidth, rbf, stein_discrepancy
+from bayestrain.infer.kernels import squared_distances
+
+F64 = torch.float64
+
+
+def all_alive(n: int) -> Tensor:
+    return torch.ones(n, dtype=torch.bool)
+
+
+def distances_of(points: Tensor) -> Tensor:
+    """All squared distances, from the differences themselves."""
+    return (points[:, None] - points).square().sum(2)
+
+
+@given(st.integers(2, 6), st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_squared_distances_are_those_of_all_tensors_together(n: int, sizes: list[int]) -> None:
+    particles = {f"t{k}": torch.randn(n, size, 2, dtype=F64) for k, size in enumerate(sizes)}
+    points = torch.stack(slow.flatten(particles))
+    found = squared_distances(particles, all_alive(n))
+    torch.testing.assert_close(found, torch.cdist(points, points) ** 2, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float64, 1e-6), (torch.float32, 0.1)])
+def test_distances_of_particles_close_together_and_far_from_the_origin(dtype: torch.dtype, apart: float) -> None:
+    near = 1e4 + apart * torch.randn(5, 50, dtype=dtype)
+    found = squared_distances({"x": near}, all_alive(5))
+    torch.testing.assert_close(found.double(), distances_of(near.double()), rtol=1e-3, atol=0.0)
+    naive = near.square().sum(1)[:, None] + near.square().sum(1) - 2 * near @ near.T
+    assert not torch.allclose(naive.double(), distances_of(near.double()), rtol=0.5, atol=0.0)
+
+
+def test_distances_of_a_dead_particle_are_infinite_and_spoil_no_other() -> None:
+    points = torch.randn(4, 3, dtype=F64)
+    points[1] = math.nan
+    alive = torch.tensor([True, False, True, True])
+    found = squared_distances({"x": points}, alive)
+    assert bool(found[1].isinf().all())
+    assert bool(found[:, 1].isinf().all())
+    torch.testing.assert_close(found[alive][:, alive], distances_of(points[alive]))
+
+
+def test_copies_lie_at_a_distance_of_exactly_zero() -> None:
+    for size in (3, 1000):
+        points = torch.randn(2, size).repeat_interleave(10, dim=0)
+        found = squared_distances({"x": points}, all_alive(20))
+        assert float(found[:10, :10].max()) == float(found[10:, 10:].max()) == 0.0
+        torch.testing.assert_close(found[:10, 10:], distances_of(points)[:10, 10:])
+
+
+def test_the_median_rule_leaves_self_distances_and_copies_out() -> None:
+    two = torch.tensor([[0.0], [3.0]], dtype=F64)
+    assert float(median_bandwidth(distances_of(two))) == pytest.approx(9 / math.log(2))
+    three = torch.tensor([[0.0], [1.0], [3.0]], dtype=F64)  # 1, 4, 9; with the zeros it would be 1
+    assert float(median_bandwidth(distances_of(three))) == pytest.approx(4 / math.log(3))
+    copies = torch.tensor([[0.0], [0.0], [0.0], [2.0]], dtype=F64)
+    assert float(median_bandwidth(distances_of(copies))) == pytest.approx(4 / math.log(4))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 12])
+def test_the_median_rule_against_a_plain_loop(n: int) -> None:
+    points = torch.randn(n, 3, dtype=F64)
+    assert float(median_bandwidth(distances_of(points))) == pytest.approx(slow.median_rule(list(points)))
+
+
+def test_the_median_rule_counts_finite_distances_only() -> None:
+    points = torch.randn(5, 3, dtype=F64)
+    alive = torch.tensor([True, False, True, True, False])
+    among_three = float(median_bandwidth(squared_distances({"x": points}, alive)))
+    assert among_three == pytest.approx(slow.median_rule(list(points[alive])))
+    assert float(median_bandwidth(squared_distances({"x": points}, torch.arange(5) == 2))) > 0
+
+
+@pytest.mark.parametrize("kernel", [partial(rbf, bandwidth=0.7), partial(imq, bandwidth=0.7)], ids=["rbf", "imq"])
+def test_the_slope_of_a_kernel_is_its_derivative(kernel: Kernel) -> None:
+    d2 = torch.linspace(0, 9, 100, dtype=F64).view(10, 10).requires_grad_()
+    value, slope = kernel(d2)
+    (expected,) = torch.autograd.grad(value.sum(), d2)
+    torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-12)
+    assert float(value.detach()[0, 0]) == 1.0
+    at_infinity = kernel(torch.full((2, 2), math.inf))
+    assert float(at_infinity[0].abs().max()) == float(at_infinity[1].abs().max()) == 0.0
+
+
+def test_kernels_are_the_printed_formulas() -> None:
+    d2 = torch.tensor([[0.0, 2.0], [2.0, 0.0]], dtype=F64)
+    assert float(rbf(d2, bandwidth=0.5)[0][0, 1]) == pytest.approx(math.exp(-4))
+    assert float(imq(d2, bandwidth=0.5)[0][0, 1]) == pytest.approx(1 / math.sqrt(5))
+    assert float(rbf(d2)[0][0, 1]) == pytest.approx(1 / 2)  # h = 2 / log 2
+    assert float(imq(d2)[0][0, 1]) == pytest.approx(1 / math.sqrt(1 + math.log(2)))
+    for kernel in (rbf, imq):
+        value, slope = kernel(torch.zeros(4, 4))
+        assert bool((value == 1).all())
+        assert bool(slope.isfinite().all())
+
+
+# --- diagnostics ------------------------------------------------------------------------------------------------------
+
+
+def test_diagnostics_by_hand() -> None:
+    found = diagnose({"x": torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0]], dtype=F64)})
+    h = 2 / math.log(3)  # squared distances 2, 2, 4
+    assert found.bandwidth == pytest.approx(h)
+    assert found.kernel_mass == pytest.approx((2 * math.exp(-2 / h) + math.exp(-4 / h)) / 3)
+    assert found.spread == pytest.approx(math.sqrt(2))
+    assert found.effective_particles == pytest.approx(3.0)
+
+
+def test_copies_count_as_one_particle_and_groups_of_copies_as_groups() -> None:
+    found = diagnose({"x": torch.randn(1, 30).expand(6, 30)})
+    assert found.effective_particles == pytest.approx(1.0)
+    assert found.kernel_mass == pytest.approx(1.0)
+    assert found.spread == 0.0
+    assert diagnose({"x": torch.randn(2, 30).repeat(5, 1)}).effective_particles == pytest.approx(2.0)
+
+
+def test_particles_far_apart_all_count() -> None:
+    found = diagnose({"x": torch.randn(6, 30), "y": torch.randn(6, 2, 3)})
+    assert found.effective_particles == pytest.approx(6.0, abs=1e-3)
+    assert 0 < found.kernel_mass < 0.5
+    assert found.spread == pytest.approx(math.sqrt(2), rel=0.2)  # independent and of one length: right angles
+
+
+@given(st.integers(2, 8), st.floats(1e-6, 1e6), st.floats(-1e3, 1e3))
+def test_diagnostics_stay_within_their_bounds(n: int, scale: float, shift: float) -> None:
+    found = diagnose({"x": shift + scale * torch.randn(n, 4, dtype=F64)})
+    assert 0 <= found.kernel_mass <= 1
+    assert 1 - 1e-9 <= found.effective_particles <= n + 1e-9
+    assert found.bandwidth > 0
+    assert found.spread >= 0
+
+
+def test_diagnostics_leave_a_broken_particle_out() -> None:
+    whole = torch.randn(4, 5, dtype=F64)
+    broken = torch.cat([whole[:2], torch.full((1, 5), math.nan), whole[2:]])
+    found, expected = vars(diagnose({"x": broken})), vars(diagnose({"x": whole}))
+    assert found == pytest.approx(expected)
+
+
+def test_diagnostics_do_not_depend_on_the_memory_format() -> None:
+    points = torch.randn(5, 4, dtype=F64)
+    turned = {"x": points.T.contiguous().T}
+    assert not turned["x"].is_contiguous()
+    assert diagnose(turned) == diagnose({"x": points})
+    assert stein_discrepancy(turned, {"x": -turned["x"]}) == stein_discrepancy({"x": points}, {"x": -points})
+
+
+@pytest.mark.parametrize(("n", "size"), [(2, 1), (3, 2), (6, 3)])
+def test_stein_discrepancy_is_the_u_statistic_term_by_term(n: int, size: int) -> None:
+    particles = {"x": 5 + torch.randn(n, size, dtype=F64), "y": torch.randn(n, 2, size, dtype=F64)}
+    gradients = {name: torch.randn_like(tensor) for name, tensor in particles.items()}
+    points = slow.flatten(particles)
+    expected = slow.stein_discrepancy(points, slow.flatten(gradients), slow.rbf_of(points))
+    assert stein_discrepancy(particles, gradients) == pytest.approx(expected, rel=1e-10)
+
+
+def test_stein_discrepancy_is_near_zero_for_draws_and_clearly_larger_for_others() -> None:
+    draws = torch.randn(500, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+    def discrepancy(points: Tensor) -> float:
+        return stein_discrepancy({"x": points}, {"x": -points})  # the scores of a standard normal
+
+    assert abs(discrepancy(draws)) < 0.02
+    assert min(discrepancy(draws + 1), discrepancy(0.5 * draws), discrepancy(2 * draws)) > 0.1
+
+
+def test_one_particle_cannot_be_compared() -> None:
+    one = {"x": torch.zeros(1, 3)}
+    for compare in (lambda: diagnose(one), lambda: stein_discrepancy(one, one)):
+        with pytest.raises(ConfigError, match="at least 2, got 1"):
+            compare()

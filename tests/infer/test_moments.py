@@ -1,0 +1,148 @@
+"""Particles against densities whose moments are known in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bayestrain.infer import SGLD, SVGD, Kernel, imq, rbf
+
+F64 = torch.float64
+LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
+
+
+def adam(lr: float) -> Callable[[Sequence[Tensor]], torch.optim.Optimizer]:
+    return lambda tensors: torch.optim.Adam(tensors, lr=lr)
+
+
+def momentum(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=1.0, momentum=0.9)
+
+
+def normal(mean: Tensor, covariance: Tensor) -> LogDensity:
+    precision = torch.linalg.inv(covariance)
+
+    def log_density(p: dict[str, Tensor], batch: Any) -> Tensor:  # noqa: ARG001
+        away = p["x"] - mean
+        energy: Tensor = ((away @ precision) * away).sum(1)
+        return -0.5 * energy
+
+    return log_density
+
+
+def settle(method: SVGD, rates: Sequence[tuple[int, float]], batch: Callable[[], Any] = lambda: None) -> Tensor:
+    """Take so many steps at every learning rate; return where the particles are then."""
+    for steps, lr in rates:
+        method.set_lr(lr)
+        for _ in range(steps):
+            method.step(batch())
+    return method.particles["x"].detach()
+
+
+def assert_within(found: Tensor, expected: Tensor, share: float) -> None:
+    """The whole matrix or vector differs by less than this share, and every diagonal entry does."""
+    assert float((found - expected).norm()) < share * float(expected.norm()), (found, expected)
+    if expected.ndim == 2:
+        torch.testing.assert_close(found.diagonal(), expected.diagonal(), rtol=share, atol=0.0)
+
+
+@pytest.mark.parametrize("kernel", [rbf, imq])
+def test_svgd_finds_mean_and_covariance_of_a_gaussian(kernel: Kernel) -> None:
+    mean, covariance = torch.tensor([2.0, -1.0], dtype=F64), torch.tensor([[2.0, 0.9], [0.9, 1.0]], dtype=F64)
+    method = SVGD(normal(mean, covariance), {"x": torch.randn(150, 2, dtype=F64)}, adam(0.1), kernel=kernel)
+    x = settle(method, [(300, 0.1), (100, 0.02)])
+    assert_within(x.mean(0), mean, 0.1)
+    assert_within(torch.cov(x.T), covariance, 0.1)
+
+
+def regression() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(x, y, posterior mean, posterior covariance)`` of y = x w + noise with prior N(0, 4) and noise 0.5."""
+    x = torch.randn(60, 2, dtype=F64) @ torch.tensor([[1.0, 0.6], [0.0, 0.8]], dtype=F64)
+    y = x @ torch.tensor([1.0, -2.0], dtype=F64) + 0.5 * torch.randn(60, dtype=F64)
+    covariance = torch.linalg.inv(x.T @ x / 0.25 + torch.eye(2, dtype=F64) / 4)
+    return x, y, covariance @ x.T @ y / 0.25, covariance
+
+
+def joint(p: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Log prior, and the log likelihood of a batch scaled up to all 60 data."""
+    x, y = batch
+    misfit = (y - p["x"] @ x.T).square().sum(1) * 60 / len(y)
+    return -0.5 * misfit / 0.25 - 0.5 * p["x"].square().sum(1) / 4
+
+
+def test_svgd_finds_the_posterior_of_a_linear_regression() -> None:
+    x, y, mean, covariance = regression()
+    method = SVGD(joint, {"x": torch.randn(150, 2, dtype=F64)}, momentum)
+    found = settle(method, [(300, 0.005)], lambda: (x, y))
+    torch.testing.assert_close(found.mean(0), mean, rtol=0.0, atol=1e-3)  # the standard deviations are near 0.08
+    assert_within(torch.cov(found.T), covariance, 0.1)
+
+
+def test_svgd_finds_the_posterior_of_a_linear_regression_from_minibatches() -> None:
+    x, y, mean, covariance = regression()
+
+    def epochs() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            for chosen in torch.randperm(60).split(20):
+                yield x[chosen], y[chosen]
+
+    batches = epochs()
+    method = SVGD(joint, {"x": torch.randn(150, 2, dtype=F64)}, momentum)
+    found = settle(method, [(200, 0.005), (300, 0.0005), (600, 0.00005)], lambda: next(batches))
+    torch.testing.assert_close(found.mean(0), mean, rtol=0.0, atol=5e-3)
+    assert_within(torch.cov(found.T), covariance, 0.1)
+
+
+def test_svgd_crosses_over_to_the_second_mode_of_a_mixture() -> None:
+    """The example of Liu & Wang 2016, section 5: 1/3 N(-2, 1) + 2/3 N(2, 1), with all particles far to the left."""
+
+    def mixture(p: dict[str, Tensor], batch: Any) -> Tensor:  # noqa: ARG001
+        x = p["x"]
+        return torch.logaddexp(-0.5 * (x + 2).square(), math.log(2) - 0.5 * (x - 2).square())
+
+    method = SVGD(mixture, {"x": -10 + torch.randn(100, dtype=F64)}, momentum)
+    x = settle(method, [(700, 1.0)])
+    assert float((x < 0).double().mean()) == pytest.approx(1 / 3, abs=0.05)
+    assert float(x[x < 0].mean()) == pytest.approx(-2, abs=0.2)
+    assert float(x[x > 0].mean()) == pytest.approx(2, abs=0.2)
+    assert float(x.mean()) == pytest.approx(2 / 3, rel=0.1)
+    assert float(x.square().mean()) == pytest.approx(5, rel=0.1)
+
+
+def test_both_modes_of_a_mixture_in_the_plane_get_a_fair_share() -> None:
+    centres = torch.tensor([[-2.0, -2.0], [2.0, 2.0]], dtype=F64)
+
+    def mixture(p: dict[str, Tensor], batch: Any) -> Tensor:  # noqa: ARG001
+        return torch.logsumexp(-0.5 * (p["x"][:, None] - centres).square().sum(2), dim=1)
+
+    method = SVGD(mixture, {"x": torch.randn(100, 2, dtype=F64)}, adam(0.1))
+    x = settle(method, [(300, 0.1), (50, 0.02)])
+    right = x.sum(1) > 0
+    assert 0.35 < float(right.double().mean()) < 0.65
+    for side, centre in zip((~right, right), centres, strict=True):
+        assert float((x[side].mean(0) - centre).norm()) < 0.4
+        torch.testing.assert_close(x[side].var(0), torch.ones(2, dtype=F64), rtol=0.3, atol=0.0)
+
+
+@pytest.mark.parametrize(("memory", "temperature"), [(0.0, 1.0), (0.0, 0.25), (0.999, 1.0), (0.999, 0.25)])
+def test_sgld_draws_from_a_gaussian_and_temperature_scales_its_variance(memory: float, temperature: float) -> None:
+    mean, variance = torch.tensor([1.0, -2.0], dtype=F64), torch.tensor([1.0, 0.25], dtype=F64)
+    method = SGLD(
+        normal(mean, variance.diag()),
+        {"x": torch.zeros(4000, 2, dtype=F64)},
+        lr=0.02,
+        memory=memory,
+        temperature=temperature,
+    )
+    for _ in range(500):
+        method.step(None)
+    x = method.particles["x"].detach()
+    torch.testing.assert_close(x.mean(0), mean, rtol=0.0, atol=0.05)
+    bias = 0.15 if memory else 0.1  # a preconditioner that follows the chain widens it a little
+    torch.testing.assert_close(x.var(0), temperature * variance, rtol=bias, atol=0.0)
+    assert abs(float(torch.corrcoef(x.T)[0, 1])) < 0.06

@@ -1,0 +1,179 @@
+"""SVGD against loops over pairs of particles, and the size of what it allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import svgd_reference as slow
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bayestrain.infer import SVGD, Kernel, imq, rbf, stack
+from bayestrain.infer.kernels import squared_distances
+from bayestrain.infer.particles import BLOCK
+from bayestrain.infer.svgd import stein_direction_
+
+F64 = torch.float64
+
+
+def batch_of(size: int = 7) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 3, dtype=F64), torch.randn(size, 2, dtype=F64)
+
+
+def start(n: int) -> dict[str, Tensor]:
+    """Particles of a matrix, a vector and a number each."""
+    shapes = {"weight": (n, 3, 2), "bias": (n, 2), "log_scale": (n,)}
+    return {name: torch.randn(shape, dtype=F64) for name, shape in shapes.items()}
+
+
+def log_density(p: dict[str, Tensor], batch: Any) -> Tensor:
+    """A linear regression with unknown noise, and a prior that is not Gaussian."""
+    x, y = batch
+    mean: Tensor = x @ p["weight"] + p["bias"][:, None]
+    noise = p["log_scale"][:, None, None]
+    likelihood: Tensor = -0.5 * ((y - mean) * torch.exp(-noise)) ** 2 - noise
+    prior = torch.cos(p["weight"]).sum((1, 2)) - 0.1 * p["bias"].pow(4).sum(1) - p["log_scale"].square()
+    return likelihood.sum((1, 2)) + prior
+
+
+def bowl(p: dict[str, Tensor], batch: object) -> Tensor:  # noqa: ARG001
+    return -0.5 * p["x"].square().sum(1)
+
+
+def sgd(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda named: torch.optim.SGD(named, lr=lr)
+
+
+def own_kernel(d2: Tensor) -> tuple[Tensor, Tensor]:
+    """A user's kernel: two scales added, no bandwidth to adapt."""
+    return torch.exp(-d2 / 8) + 0.5 / (1 + d2), -torch.exp(-d2 / 8) / 8 - 0.5 / (1 + d2) ** 2
+
+
+def own_kernel_of(points: list[Tensor]) -> slow.PointKernel:  # noqa: ARG001
+    def value(x: Tensor, y: Tensor) -> Tensor:
+        d2 = (x - y).square().sum()
+        return torch.exp(-d2 / 8) + 0.5 / (1 + d2)
+
+    return value
+
+
+KERNELS: dict[str, tuple[Kernel, Callable[[list[Tensor]], slow.PointKernel]]] = {
+    "rbf": (rbf, slow.rbf_of),
+    "imq": (imq, slow.imq_of),
+    "own": (own_kernel, own_kernel_of),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("n", [2, 3, 9])
+def test_ten_steps_are_ten_steps_of_the_double_loop(n: int, name: str) -> None:
+    kernel, make_kernel = KERNELS[name]
+    expected = start(n)
+    method = SVGD(log_density, expected, sgd(0.05), kernel=kernel, scale=0.3)
+    for _ in range(10):
+        batch = batch_of()
+        method.step(batch)
+        moved = slow.direction(expected, log_density, batch, make_kernel)
+        expected = {key: tensor + 0.05 * 0.3 * moved[key] for key, tensor in expected.items()}
+    for key, tensor in method.particles.items():
+        torch.testing.assert_close(tensor.detach(), expected[key], rtol=1e-10, atol=1e-10)
+
+
+def test_particles_longer_than_a_block_of_columns_move_the_same_way() -> None:
+    before = {"x": torch.randn(3, BLOCK + 11, dtype=F64)}
+    expected = slow.direction(before, bowl, None)["x"]
+    method = SVGD(bowl, before, sgd(1.0))
+    method.step(None)
+    torch.testing.assert_close(method.particles["x"].detach() - before["x"], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_times_n_multiplies_the_direction_by_the_number_of_particles() -> None:
+    before, batch = start(4), batch_of()
+    plain, times_n = SVGD(log_density, before, sgd(1.0)), SVGD(log_density, before, sgd(1.0), times_n=True)
+    plain.step(batch)
+    times_n.step(batch)
+    for key, tensor in before.items():
+        torch.testing.assert_close(times_n.particles[key] - tensor, 4 * (plain.particles[key] - tensor))
+
+
+def test_one_gradient_for_two_tensors_is_not_handled_twice() -> None:
+    """Of ``x + y`` autograd returns the same tensor as the gradient of both, here too large to be copied."""
+
+    def of_the_sum(p: dict[str, Tensor], batch: object) -> Tensor:  # noqa: ARG001
+        return -0.5 * (p["x"] + p["y"]).square().sum(1)
+
+    for size in (2, BLOCK + 1):
+        before = {"x": torch.randn(4, size, dtype=F64), "y": torch.randn(4, size, dtype=F64)}
+        expected = slow.direction(before, of_the_sum, None)
+        method = SVGD(of_the_sum, before, sgd(1.0))
+        method.step(None)
+        for key, tensor in method.particles.items():
+            torch.testing.assert_close(tensor.detach() - before[key], expected[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [rbf, imq])
+@pytest.mark.parametrize("n", [2, 3, 20])
+def test_copies_move_together_along_their_gradient(n: int, kernel: Kernel, dtype: torch.dtype) -> None:
+    point = torch.randn(1000, dtype=dtype)
+    method = SVGD(bowl, stack([{"x": point}] * n), sgd(0.5), kernel=kernel)
+    method.step(None)
+    torch.testing.assert_close(method.particles["x"].detach(), (0.5 * point).expand(n, -1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [rbf, imq])
+def test_one_particle_apart_from_many_copies_pushes_none_away(kernel: Kernel, dtype: torch.dtype) -> None:
+    """The median distance is zero here; what rounding leaves of it must not become the bandwidth."""
+    point, other = torch.randn(2, 1000, dtype=dtype)
+    method = SVGD(bowl, stack([{"x": point}] * 12 + [{"x": other}]), sgd(1.0), kernel=kernel)
+    method.step(None)
+    moved = method.particles["x"].detach()
+    assert float(moved.norm(dim=1).max()) < 2 * float(point.norm())
+    torch.testing.assert_close(moved[:12], moved[:1].expand(12, -1), rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_under_autocast_computes_the_direction_in_full_precision() -> None:
+    before = {"x": torch.randn(6, 40)}
+    plain, autocast = SVGD(bowl, before, sgd(1.0)), SVGD(bowl, before, sgd(1.0))
+    plain.step(None)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast.step(None)
+    assert torch.equal(plain.particles["x"], autocast.particles["x"])
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that operations make; those that are there already do not count."""
+
+    def __init__(self, *there: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.there = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self.there:
+                self.elements = max(self.elements, storage.nbytes() // tensor.element_size())
+        return made
+
+
+@pytest.mark.parametrize("kernel", [rbf, imq])
+def test_nothing_in_a_step_is_larger_than_the_particles_themselves(kernel: Kernel) -> None:
+    n, size = 12, 5000
+    method = SVGD(bowl, {"x": torch.randn(n, size)}, sgd(0.1), kernel=kernel)
+    with Largest() as largest:
+        method.step(None)
+    assert n * size <= largest.elements <= 1.5 * n * size  # and not n * n * size
+
+
+def test_the_direction_of_long_particles_needs_only_blocks_of_columns() -> None:
+    n, size = 3, 3 * BLOCK
+    points, gradients = {"x": torch.randn(n, size)}, {"x": torch.randn(n, size)}
+    alive = torch.ones(n, dtype=torch.bool)
+    with Largest(points["x"], gradients["x"]) as largest:
+        stein_direction_(points["x"], gradients["x"], *rbf(squared_distances(points, alive)), alive)
+    assert n * n <= largest.elements <= n * BLOCK

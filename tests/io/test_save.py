@@ -1,0 +1,357 @@
+"""Saved models come back as they were; damaged and hostile files are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from bayestrain import TensorizeConfig, TensorLinear, compact_, load, ranks, save, tensorize_
+from bayestrain.errors import BayesTrainError, ConfigError, DataError
+from bayestrain.formats import FORMATS, Format, TensorTrain
+from bayestrain.nn import FactorizedWeight, factorized_weights
+from bayestrain.prior import RankPrior
+
+
+def dense() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 20, (3, 2), stride=2, padding=1, padding_mode="reflect"), nn.BatchNorm2d(20), nn.ReLU(),
+        nn.Conv2d(20, 16, 3, padding="same", bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+def trained(**config: Any) -> nn.Sequential:
+    model = dense()
+    tensorize_(model, TensorizeConfig(max_rank=6, **config))
+    model(torch.randn(8, 3, 9, 9))  # running statistics of its own
+    compact_(model, tol=0.5)
+    return model.eval()
+
+
+def header(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the header of a safetensors file."""
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    known = json.loads(content[8 : 8 + size])
+    change(known)
+    text = json.dumps(known).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("layout", ["paired", "split"])
+def test_a_compacted_model_of_any_format_comes_back(tmp_path: Path, format: Format, layout: str) -> None:
+    model = trained(format=format, layout=layout)
+    save(model, str(tmp_path / "new" / "folder"), {"note": "mine"})
+    folder = tmp_path / "new" / "folder"
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "model.json"}
+    x = torch.randn(4, 3, 9, 9)
+    for path in (folder, folder / "model.json", str(folder / "model.safetensors")):
+        again = load(path, dense())
+        assert torch.equal(again(x), model(x))
+        assert ranks(again) == ranks(model)
+        assert not again.training
+    about = json.loads((folder / "model.json").read_text())
+    assert about["note"] == "mine"
+    found = about["weights"]["6"]
+    assert (found["layer"], found["format"], found["layout"]["shape"]) == ("TensorLinear", format.name, [5, 16])
+    assert found["cores"] == [list(core.shape) for core in model[6].cores]
+
+
+def test_a_network_that_is_factorised_already_takes_ranks_and_layout_of_the_file(tmp_path: Path) -> None:
+    model = trained(layout="split")
+    save(model, tmp_path)
+    x = torch.randn(2, 3, 9, 9)
+    for layout in ("split", "paired"):
+        other = dense()
+        tensorize_(other, TensorizeConfig(max_rank=2, layout=layout))
+        assert torch.equal(load(tmp_path, other)(x), model(x))
+        assert other[6].factorized.layout == model[6].factorized.layout
+
+
+class Mine(TensorTrain):
+    """A format of a user's, which no list names."""
+
+    name = "mine"
+
+
+def test_a_format_that_no_list_names_comes_back_into_a_network_that_has_it(tmp_path: Path) -> None:
+    model, other = dense(), dense()
+    for own, rank in ((model, 4), (other, 2)):
+        tensorize_(own, TensorizeConfig(max_rank=rank, format=Mine()))
+    save(model.eval(), tmp_path)
+    x = torch.randn(2, 3, 9, 9)
+    assert torch.equal(load(tmp_path, other)(x), model(x))
+    with pytest.raises(DataError, match="layer '0': format must be one of"):
+        load(tmp_path, dense())
+
+
+def test_bare_layers_and_weights_come_back(tmp_path: Path) -> None:
+    layer = TensorLinear(8, 12, max_rank=3)
+    save(layer, tmp_path)
+    x = torch.randn(3, 8)
+    assert torch.equal(load(tmp_path, TensorLinear(8, 12, max_rank=2, layout="split"))(x), layer(x))
+    with pytest.raises(ConfigError, match="layer '' is a Linear with a weight of shape"):
+        load(tmp_path, nn.Linear(8, 12))
+    save(layer.factorized, tmp_path)
+    again = load(tmp_path, TensorLinear(8, 12, max_rank=2).factorized)
+    assert torch.equal(again.dense(), layer.factorized.dense())
+    save(nn.ModuleDict({"table": layer.factorized}), tmp_path)
+    again = load(tmp_path, nn.ModuleDict({"table": TensorLinear(8, 12, max_rank=2, layout="split").factorized}))
+    assert isinstance(again["table"], FactorizedWeight)
+    assert torch.equal(again["table"].dense(), layer.factorized.dense())
+
+
+class Shared(nn.Module):
+    """One block in two places, and a weight that a second parameter and a buffer look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
+        self.b = self.a
+        self.head, self.twin = nn.Linear(16, 10), nn.Linear(16, 10, bias=False)
+        self.twin.weight.data = self.head.weight.data
+        self.register_buffer("part", self.head.weight.data[:3])
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x)).mean((2, 3))
+        return self.head(x) + self.twin(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Shared()
+    tensorize_(model, TensorizeConfig(max_rank=4), lambda _, name: name.startswith("a"))
+    model(torch.randn(8, 16, 5, 5))
+    save(model.eval().to(dtype), tmp_path)
+    again = load(tmp_path, Shared())
+    x = torch.randn(2, 16, 5, 5, dtype=dtype)
+    assert torch.equal(again(x), model(x))
+    assert again.a is again.b
+    assert torch.equal(again.mask, model.mask)
+    assert torch.equal(again.part, again.head.weight[:3])
+    assert sum("conv" in name or ".cores." in name for name in load_file(tmp_path / "model.safetensors")) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+def test_the_types_of_the_file_win(tmp_path: Path, dtype: torch.dtype, given: torch.dtype) -> None:
+    model = trained()
+    model[3].to(dtype)
+    model[1].to(dtype)
+    save(model, tmp_path)
+    again = load(tmp_path, dense().to(given)).state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=0, msg=name)
+
+
+def test_frozen_layers_and_hooks_stay_as_they_are_in_the_network_given(tmp_path: Path) -> None:
+    save(trained(), tmp_path)
+    fresh, seen = dense(), []
+    fresh[6].weight.requires_grad_(False)
+    fresh[6].register_forward_hook(lambda *_: seen.append(1))
+    again = load(tmp_path, fresh)
+    assert [core.requires_grad for core in again[6].cores] == [False] * len(again[6].cores)
+    assert again[3].cores[0].requires_grad
+    again(torch.randn(2, 3, 9, 9))
+    assert seen == [1]
+
+
+def test_what_should_not_be_saved_is_refused(tmp_path: Path) -> None:
+    model = trained()
+    prior = RankPrior(model, num_data=10)
+    with pytest.raises(ConfigError, match=r"still carries lambda. Call prior.remove_\(\)"):
+        save(model, tmp_path)
+    prior.remove_()
+    with pytest.raises(ConfigError, match="about must not contain 'weights'"):
+        save(model, tmp_path, {"weights": 1})
+    for odd in ({"a": object()}, {"a": float("nan")}):
+        with pytest.raises(ConfigError, match="about must hold what JSON can"):
+            save(model, tmp_path, odd)
+    with pytest.raises(ConfigError, match=r"'1.weight' has no values yet. Run one batch"):
+        save(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)), tmp_path)
+    with torch.no_grad():
+        model[1].running_var[0] = torch.nan
+    with pytest.raises(ConfigError, match=r"'1.running_var' has NaN or infinite values. Go back"):
+        save(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lazy_network_needs_its_weights_first(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(12))
+
+    x = torch.randn(3, 8)
+    model, fresh = build(), build()
+    model(x)
+    tensorize_(model, TensorizeConfig(max_rank=3))
+    save(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"lazy layers without weights: 1\. Run one batch"):
+        load(tmp_path, fresh)
+    fresh(x)
+    torch.testing.assert_close(load(tmp_path, fresh)(x), model(x))
+
+
+def test_the_network_is_built_by_name_only_where_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "named_network.py").write_text(
+        "from torch import nn\n"
+        "def build():\n    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))\n"
+        "number = lambda: 7\n"
+    )
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    tensorize_(model, TensorizeConfig(max_rank=2))
+    save(model, tmp_path / "a", {"model": "named_network:build"})
+    with pytest.raises(ConfigError, match=r"named_network:build builds the network. Build it and pass it"):
+        load(tmp_path / "a")
+    assert "named_network" not in sys.modules  # nothing was imported
+    x = torch.randn(2, 8)
+    assert torch.equal(load(tmp_path / "a", trust_builder=True)(x), model(x))
+    for name, message in (
+        ("named_network:number", "must return an nn.Module, got int"),
+        ("named_network:absent", "cannot be imported"),
+        ("no_such_package:build", "cannot be imported"),
+        (":build", "cannot be imported"),
+        ("mnist", "names no function that builds the network"),
+        (7, "names no function that builds the network"),
+    ):
+        save(model, tmp_path / "a", {"model": name})
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / "a", trust_builder=True)
+
+
+def test_another_network_is_refused_by_what_differs(tmp_path: Path) -> None:
+    save(trained(), tmp_path)
+    with pytest.raises(ConfigError, match=r"The network given is not the one that was saved in .*3"):
+        load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
+    other = dense()
+    other[6] = nn.Linear(16, 6)
+    with pytest.raises(ConfigError, match=r"layer '6' is a Linear with a weight of shape \(6, 16\), and a T"):
+        load(tmp_path, other)
+    other[6] = nn.Identity()
+    with pytest.raises(ConfigError, match=r"layer '6' is a Identity with a weight of shape \(\)"):
+        load(tmp_path, other)
+    assert not factorized_weights(other)  # nothing was changed
+    save(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), tmp_path)
+    with pytest.raises(DataError, match=r"do not have these in common: 1\.bias, 1\.weight, 2\.weight, 2\.bias"):
+        load(tmp_path, nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+
+
+DEEP = '{"version": 1, "kind": "model", "weights": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        (DEEP, "not valid JSON"),
+        ('{"version": ' + "9" * 10_000 + "}", "not valid JSON"),
+        ("\xff", "not valid JSON|does not describe"),
+        ("[]", "does not describe a saved model of version 1"),
+        ('{"version": 7}', "does not describe a saved model"),
+        ('{"version": 1, "kind": "model"}', "is damaged: KeyError, 'weights'"),
+        ('{"version": 1, "kind": "model", "weights": 3}', "is damaged"),
+        ('{"version": 1, "kind": "model", "weights": {"0": {"module": 1}}}', "is damaged"),
+        ('{"version": 1, "kind": "posterior", "weights": {}, "particles": true}', "no list of sizes"),
+    ],
+)
+def test_a_description_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    save(trained(), tmp_path)
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, dense())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("cores",), [[10**9, 10**9]]),
+        (("cores",), [[10**30]]),
+        (("cores",), "many"),
+        (("cores",), [[-1, 2], [2, 3]]),
+        (("cores",), [[1] * 100]),
+        (("layout", "splits"), [[10**9], [10**9]]),
+        (("layout", "splits"), [[5], [10**40]]),
+        (("layout", "modes"), [[0, 0], [1, 1]]),
+        (("layout", "modes"), [[True], [1]]),
+        (("layout", "shape"), [5.0, 16]),
+        (("layout", "axes"), [16, 5]),
+        (("layout",), []),
+        (("module",), "3.factorized"),
+        (("module",), "nowhere"),
+        (("equation",), "ax, xb -> ba"),
+        (("format",), "magic"),
+        (("format",), ["tt"]),
+    ],
+)
+def test_sizes_that_the_file_does_not_have_are_refused_before_anything_is_read(
+    tmp_path: Path, path: tuple[str, ...], value: object
+) -> None:
+    save(trained(), tmp_path)
+    file = tmp_path / "model.json"
+    found = json.loads(file.read_text())
+    place = found["weights"]["6"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    file.write_text(json.dumps(found))
+    network = dense()
+    with pytest.raises(DataError):
+        load(tmp_path, network)
+    assert not factorized_weights(network)  # nothing was changed
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"There is no saved model.*model.json is missing"):
+        load(tmp_path)
+    with pytest.raises(DataError, match=r"is no saved model\. Name its folder"):
+        load(tmp_path / "other.json")
+    model = trained()
+    save(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    with pytest.raises(DataError, match="is missing or damaged"):
+        load(tmp_path, dense())
+    file.write_bytes(content)
+
+    def grow(known: dict[str, Any]) -> None:
+        known["6.factorized.cores.0"]["shape"] = [10**9, 10**9]
+
+    header(file, grow)
+    with pytest.raises(DataError, match="is missing or damaged"):
+        load(tmp_path, dense())
+    tensors = model.state_dict()
+    save_file({name: t.contiguous() for name, t in tensors.items() if name != "6.bias"}, file)
+    with pytest.raises(DataError, match=r"do not have these in common: 6\.bias"):
+        load(tmp_path, dense())
+    save_file({**{n: t.contiguous() for n, t in tensors.items()}, "6.bias": torch.zeros(4)}, file)
+    with pytest.raises(DataError, match=r"(?s)not the one that model.json describes: .*size mismatch"):
+        load(tmp_path, dense())
+    file.unlink()
+    with pytest.raises(DataError, match="is missing or damaged"):
+        load(tmp_path, dense())
+
+
+def test_a_copy_is_what_is_saved(tmp_path: Path) -> None:
+    """What is loaded does not follow the model that was saved."""
+    model = trained()
+    save(model, tmp_path)
+    again, before = load(tmp_path, dense()), copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items())
+    assert issubclass(DataError, BayesTrainError)

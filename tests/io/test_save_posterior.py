@@ -1,0 +1,150 @@
+"""Posteriors on disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bayestrain import Posterior, RankPrior, TensorizeConfig, load, save, tensorize_
+from bayestrain.errors import ConfigError, DataError
+from bayestrain.formats import FORMATS, Format
+from bayestrain.posterior import Regression, around, independent
+from bayestrain.prior import NormalPrior
+
+
+def dense() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 24), nn.ReLU(),
+        nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+def tensorized(format: str | Format = "tt") -> nn.Sequential:
+    model = dense()
+    tensorize_(model, TensorizeConfig(max_rank=6, format=format), lambda _, name: name == "4")
+    return model
+
+
+def trained(
+    build: Callable[[], nn.Module] = tensorized, likelihood: str = "classification"
+) -> tuple[Posterior, torch.Tensor]:
+    posterior = Posterior(independent(build, 3), 50, likelihood=likelihood)
+    x = torch.randn(20, 1, 8, 8)
+    y = torch.randint(0, 3, (20,)) if likelihood == "classification" else torch.randn(20, 3)
+    for _ in range(4):
+        posterior.step(x, y)
+    posterior.compact_(0.3)
+    posterior.fix_ranks_()
+    return posterior, x
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_a_posterior_comes_back_with_the_same_predictions(tmp_path: Path, format: Format) -> None:
+    posterior, x = trained(lambda: tensorized(format))
+    posterior.calibrate_(x, torch.arange(20) % 3)
+    save(posterior, tmp_path / "new", {"note": "mine"})
+    loaded = load(tmp_path / "new", dense())
+    assert len(loaded) == 3
+    assert loaded.ranks == posterior.ranks
+    assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
+    with torch.no_grad():
+        assert torch.equal(loaded.particle(1)(x), posterior.particle(1)(x))
+    about = json.loads((tmp_path / "new" / "model.json").read_text())
+    assert (about["kind"], about["particles"], about["note"]) == ("posterior", 3, "mine")
+    again = load(tmp_path / "new" / "posterior.safetensors", tensorized(format))
+    assert torch.equal(again.outputs(x), loaded.outputs(x))
+    save(loaded, tmp_path / "again")  # what was loaded can be saved
+    assert torch.equal(load(tmp_path / "again", dense()).outputs(x), loaded.outputs(x))
+
+
+def test_a_learned_noise_comes_back(tmp_path: Path) -> None:
+    posterior, x = trained(likelihood="regression")
+    save(posterior, tmp_path)
+    torch.testing.assert_close(load(tmp_path, dense()).predict(x).total, posterior.predict(x).total, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ["0", "4"])
+def test_frozen_parameters_are_saved_once(tmp_path: Path, where: str) -> None:
+    first = tensorized().double()
+    first.get_submodule(where).requires_grad_(False)
+
+    def build() -> nn.Module:
+        model = copy.deepcopy(first)
+        nn.init.normal_(model.get_parameter("6.weight"))
+        return model
+
+    posterior = Posterior([build(), build()], 50)
+    posterior.fix_ranks_()
+    save(posterior, tmp_path)
+    tensors = load_file(tmp_path / "posterior.safetensors")
+    for name, parameter in first.get_submodule(where).named_parameters():
+        assert tensors[f"shared.model.{where}.{name}"].shape == parameter.shape
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)  # and the types of the file win
+    loaded = load(tmp_path, dense())
+    assert torch.equal(loaded.outputs(x), posterior.outputs(x))
+    with torch.no_grad():
+        assert torch.equal(loaded.particle(1)(x), posterior.particle(1)(x))
+
+
+def test_lambda_is_not_saved(tmp_path: Path) -> None:
+    searching = Posterior(independent(tensorized, 2), 50)
+    with pytest.raises(ConfigError, match=r"still carries lambda.*fix_ranks_"):
+        save(searching, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    model = tensorized()
+    RankPrior(model, 50)  # not removed
+    posterior = Posterior(around(model, 2), 50, prior=lambda network: NormalPrior(network, 50))
+    with pytest.raises(ConfigError, match=r"still carries lambda.*fix_ranks_"):
+        save(posterior, tmp_path)
+    posterior.fix_ranks_()
+    save(posterior, tmp_path)
+    assert len(load(tmp_path, dense())) == 2
+
+
+def test_a_broken_particle_is_not_saved(tmp_path: Path) -> None:
+    posterior, _ = trained()
+    with torch.no_grad():
+        posterior.particles["model.6.bias"][1, 0] = torch.inf
+    with pytest.raises(ConfigError, match=r"'model\.6\.bias' has NaN or infinite values"):
+        save(posterior, tmp_path)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    posterior, _ = trained()
+    save(posterior, tmp_path)
+    with pytest.raises(ConfigError, match=r"names no function that builds the network"):
+        load(tmp_path)
+    file = tmp_path / "posterior.safetensors"
+    tensors = load_file(file)
+    for change, message in (
+        ({"model.6.bias": tensors["model.6.bias"][:, :2]}, r"model\.6\.bias needs shape \(3, 3\), there is \(3, 2\)"),
+        ({"model.6.bias": tensors["model.6.bias"][:2]}, "it does not hold 3 particles"),
+        ({"model.7.bias": torch.zeros(3, 1)}, r"do not have these in common: model\.7\.bias"),
+        ({"model.4.factorized.cores.0": torch.zeros(3, 2, 2)}, r"4\.factorized\.cores\.0 needs shape"),
+    ):
+        save_file({name: t.contiguous() for name, t in {**tensors, **change}.items()}, file)
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, dense())
+    file.write_bytes(b"nonsense")
+    with pytest.raises(DataError, match="missing or damaged"):
+        load(tmp_path, dense())
+
+
+def test_a_likelihood_of_ones_own_is_asked_for(tmp_path: Path) -> None:
+    posterior = Posterior(independent(dense, 2), 50, likelihood=lambda outputs, y: -(outputs - y).square().sum(1))
+    save(posterior, tmp_path)
+    with pytest.raises(ConfigError, match=r"names no likelihood.*likelihood="):
+        load(tmp_path, dense())
+    assert len(load(tmp_path, dense(), Regression(noise=1.0))) == 2
+    about = json.loads((tmp_path / "model.json").read_text())
+    for wrong in ({"kind": "classification", "temperature": -1}, {"kind": "regression", "noise": "much"}):
+        (tmp_path / "model.json").write_text(json.dumps({**about, "likelihood": wrong}))
+        with pytest.raises(DataError, match="is damaged"):
+            load(tmp_path, dense())

@@ -1,0 +1,514 @@
+"""`tensorize_`: the right layers are factorised, the model stays whole, and errors leave it unchanged."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.testing import assert_close
+
+import bayestrain as bt
+from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, ShapeError
+
+
+def digits_network() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 625), nn.ReLU(), nn.Linear(625, 10))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 6))
+
+
+def cnn() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, (1, 3), stride=2, bias=False),
+        nn.Flatten(), nn.Linear(8 * 4 * 3, 5),
+    )  # fmt: skip
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever happens inside, the model keeps its modules, parameters and values."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = {name: p.clone() for name, p in parameters.items() if not nn.parameter.is_lazy(p)}
+    training = [module.training for module in model.modules()]
+    yield
+    after = dict(model.named_modules(remove_duplicate=False))
+    assert list(after) == list(modules)
+    assert all(after[name] is module for name, module in modules.items())
+    assert all(p is parameters[name] for name, p in model.named_parameters(remove_duplicate=False))
+    for name, value in values.items():
+        assert_close(parameters[name], value, rtol=0, atol=0, equal_nan=True)
+    assert training == [module.training for module in model.modules()]
+
+
+# --- what is converted ------------------------------------------------------------------------------------------------
+
+
+def test_a_perceptron() -> None:
+    model = mlp()
+    first, last, relu = model[0], model[2], model[1]
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
+    assert isinstance(model[0], bt.TensorLinear)
+    assert isinstance(model[2], bt.TensorLinear)
+    assert model[1] is relu
+    assert bt.ranks(model) == {"0": (3,), "2": (3,)}
+    assert_close(model[0].bias, first.bias, rtol=0, atol=0)
+    assert_close(model[2].bias, last.bias, rtol=0, atol=0)
+    assert report.parameters == bt.count_parameters(model)
+    assert report.dense_parameters == bt.count_parameters(mlp())
+    assert [row.name for row in report.layers] == ["0", "2"]
+    model(torch.randn(3, 24)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_convolutional_network() -> None:
+    model = cnn()
+    norm = model[1]
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
+    assert [type(module) for module in model] == [
+        bt.TensorConv2d, nn.BatchNorm2d, nn.ReLU, bt.TensorConv2d, nn.Flatten, bt.TensorLinear,
+    ]  # fmt: skip
+    assert model[1] is norm
+    strided = model[3]
+    assert isinstance(strided, bt.TensorConv2d)
+    assert (strided.kernel_size, strided.stride, strided.bias) == ((1, 3), (2, 2), None)
+    assert model(torch.randn(2, 4, 8, 8)).shape == (2, 5)
+    assert [(row.name, row.kind, row.shape) for row in report.layers] == [
+        ("0", "Conv2d", (16, 4, 3, 3)), ("3", "Conv2d", (8, 16, 1, 3)), ("5", "Linear", (5, 96)),
+    ]  # fmt: skip
+
+
+def test_the_defaults() -> None:
+    model = digits_network()
+    report = bt.tensorize_(model)
+    assert bt.ranks(model) == {"1": (20, 20, 20), "3": (20,)}
+    assert report.parameters == 27_235
+
+
+def test_ranks_may_be_numpys() -> None:
+    assert type(bt.TensorizeConfig(max_rank=np.int64(5)).max_rank) is int
+    config = bt.TensorizeConfig(max_rank=tuple(np.array([5, 2])))
+    assert config == bt.TensorizeConfig(max_rank=(5, 2))
+    assert [type(rank) for rank in config.max_rank] == [int, int]
+
+
+def test_the_report_prints_as_a_table() -> None:
+    model = digits_network()
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=20), filter_fn=lambda _, name: name == "1")
+    assert str(report).splitlines() == [
+        "layer  kind    shape    in modes  out modes  ranks           dense  factorised",
+        "-----  ------  -------  --------  ---------  ------------  -------  ----------",
+        "1      Linear  625x784  7x4x7x4   5x5x5x5    1 20 20 20 1  490,625      23,725",
+        "total                                                      490,625      23,725",
+        "kept dense: 3 (filter_fn returned False)",
+    ]
+    assert report.kept == (("3", "filter_fn returned False"),)
+    kept = model[3]
+    assert type(kept) is nn.Linear
+
+
+def test_the_filter_sees_modules_and_names_of_candidates_only() -> None:
+    model, seen = cnn(), list[tuple[type, str]]()
+
+    def only_convolutions(module: nn.Module, name: str) -> bool:
+        seen.append((type(module), name))
+        return isinstance(module, nn.Conv2d)
+
+    bt.tensorize_(model, filter_fn=only_convolutions)
+    assert seen == [(nn.Conv2d, "0"), (nn.Conv2d, "3"), (nn.Linear, "5")]
+    assert list(bt.ranks(model)) == ["0", "3"]
+
+
+def test_modes_per_layer() -> None:
+    model = mlp()
+    config = bt.TensorizeConfig(modes={"0": ((2, 3, 4), (5, 2, 2)), "2": (None, (6, 1))})
+    bt.tensorize_(model, config)
+    first, last = model[0], model[2]
+    assert isinstance(first, bt.TensorLinear)
+    assert isinstance(last, bt.TensorLinear)
+    assert (first.in_modes, first.out_modes) == ((2, 3, 4), (5, 2, 2))
+    assert (last.in_modes, last.out_modes) == ((5, 4), (6, 1))
+
+
+def test_a_module_used_twice_stays_one_module() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Linear(16, 16)
+            self.there, self.back = nn.Sequential(shared, nn.ReLU()), nn.ModuleDict({"again": shared})
+            self.twice = self.there
+
+    model = Recurrent()
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=2))
+    assert isinstance(model.there[0], bt.TensorLinear)
+    assert model.there[0] is model.back["again"] is model.twice[0]
+    assert [row.name for row in report.layers] == ["there.0"]
+    assert sum(1 for module in model.modules() if isinstance(module, bt.TensorLinear)) == 1
+
+
+def test_hooks_stay_and_their_handles_still_remove_them() -> None:
+    model = mlp()
+    layer, called = model[0], list[str]()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: called.append(name)
+
+    handles = [
+        layer.register_forward_pre_hook(note("before, named"), with_kwargs=True),
+        layer.register_forward_pre_hook(note("before")),
+        layer.register_forward_hook(lambda _, __, out: note("after")() or 0 * out),
+        layer.register_forward_hook(note("after, named"), with_kwargs=True, always_call=True),
+        layer.register_full_backward_pre_hook(note("back, before")),
+        layer.register_full_backward_hook(note("back, after")),
+    ]
+    bt.tensorize_(model)
+    assert isinstance(model[0], bt.TensorLinear)
+    x = torch.randn(2, 24, requires_grad=True)
+    assert not model[0](x).any()
+    model(x).sum().backward()
+    forward = ["before, named", "before", "after", "after, named"]
+    assert called == [*forward, *forward, "back, before", "back, after"]
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    assert model[0](x).any()
+    model(x).sum().backward()
+    assert not called
+    layer.register_forward_hook(note("of the old layer"))
+    model[0].register_forward_hook(note("of its twin"))
+    model(x)
+    assert called == ["of its twin"]
+
+
+def test_hooks_on_the_state_dict_are_refused() -> None:
+    model = mlp()
+    handle = model[2].register_state_dict_post_hook(lambda *_: None)
+    with unchanged(model), pytest.raises(ConversionError, match=r"'2' \(Linear\): it has hooks on its state_dict"):
+        bt.tensorize_(model)
+    handle.remove()
+    bt.tensorize_(model)
+
+
+def test_subclasses_are_kept_and_listed() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    projection = model.self_attn.out_proj
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
+    assert model.self_attn.out_proj is projection
+    assert list(bt.ranks(model)) == ["linear1", "linear2"]
+    assert report.kept == (
+        ("self_attn.out_proj", "NonDynamicallyQuantizableLinear is a subclass whose users may rely on .weight"),
+    )
+    assert "kept dense: self_attn.out_proj (NonDynamicallyQuantizableLinear" in str(report)
+    x = torch.randn(2, 5, 16)
+    slow = model(x)
+    with torch.no_grad():
+        assert_close(model.eval()(x), slow, rtol=1e-4, atol=1e-5)  # PyTorch's fast path reads linear1.weight
+
+
+def test_a_tensorised_model_converts_no_further() -> None:
+    model = mlp()
+    bt.tensorize_(model)
+    with unchanged(model), pytest.raises(ConversionError, match=r"this model has none\."):
+        bt.tensorize_(model)
+
+
+@pytest.mark.parametrize("init", ["he", "svd"])
+def test_dtype_training_mode_and_frozen_layers_stay(init: str) -> None:
+    model = cnn().to(torch.float64)
+    model[0].requires_grad_(False)
+    linear = model[5]
+    assert isinstance(linear, nn.Linear)
+    linear.bias.requires_grad_(False)
+    model[3].eval()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=3, init=init))
+    assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
+    assert [module.training for module in model] == [True, True, True, False, True, True]
+    assert not any(parameter.requires_grad for parameter in model[0].parameters())
+    assert {name: p.requires_grad for name, p in model[5].named_parameters()} == {
+        "factorized.cores.0": True, "factorized.cores.1": True, "bias": False,
+    }  # fmt: skip
+
+
+def test_a_model_on_the_meta_device_stays_there() -> None:
+    with torch.device("meta"):
+        model = cnn()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model(torch.empty(2, 4, 8, 8, device="meta")).shape == (2, 5)
+
+
+# --- how it starts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [mlp, cnn])
+def test_svd_with_full_ranks_computes_the_same(build: Any) -> None:
+    model = build().to(torch.float64).eval()
+    x = torch.randn(3, 24, dtype=torch.float64) if build is mlp else torch.randn(3, 4, 8, 8, dtype=torch.float64)
+    expected = model(x)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=10_000, init="svd"))
+    assert bt.ranks(model)
+    assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(16, 12), lambda: nn.Conv2d(16, 12, 3)])
+def test_svd_of_a_layer_that_starts_at_zero_can_train(build: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(build())
+    nn.init.zeros_(model[0].weight)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=5, init="svd"))
+    assert max(bt.ranks(model)["0"]) == 5
+    assert float(model[0].weight.detach().abs().max()) == 0
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(3):
+        (model[0].weight - 1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert all(bool(core.abs().amax(tuple(range(core.ndim - 1))).gt(0).all()) for core in model[0].cores)
+        assert float(model[0].weight.abs().max()) > 0
+
+
+def test_svd_keeps_to_its_tolerance_and_its_cap() -> None:
+    model, dense = mlp(), mlp()
+    model.load_state_dict(dense.state_dict())
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=10_000, init="svd", tol=0.4))
+    for k in (0, 2):
+        assert 0.05 < relative_error(model[k].weight, dense[k].weight) <= 0.4
+    capped = mlp()
+    bt.tensorize_(capped, bt.TensorizeConfig(max_rank=2, init="svd"))
+    assert bt.ranks(capped) == {"0": (2,), "2": (2,)}
+
+
+@pytest.mark.parametrize("init", ["he", "paper"])
+@pytest.mark.parametrize("max_rank", [1, 20])
+def test_random_starts_have_their_target_variance(init: str, max_rank: int) -> None:
+    model = cnn()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=max_rank, init=init))
+    for name in bt.ranks(model):
+        weight = model.get_submodule(name).weight.detach()
+        target = 2 / weight[0].numel() if init == "he" else math.sqrt(2 / weight.numel())
+        assert abs(float(weight.square().mean()) / target - 1) < 0.1, name
+
+
+def test_he_start_keeps_the_size_of_the_signal() -> None:
+    model = nn.Sequential(*(module for _ in range(6) for module in (nn.Linear(256, 256, bias=False), nn.ReLU())))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=8))
+    with torch.no_grad():
+        ratio = model(torch.randn(500, 256)).square().mean() / 1.0
+    assert 0.1 < ratio < 10
+
+
+def test_layers_that_start_larger_than_dense_are_named() -> None:
+    model = nn.Sequential(nn.Linear(16, 50), nn.Linear(784, 625))
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=20))
+    assert str(report).endswith("\nlarger than dense at these ranks: 0")
+    assert "larger" not in str(bt.tensorize_(nn.Sequential(nn.Linear(784, 625))))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_rank", [0, -1, (3, 0), (), 2.5, True, "20"])
+def test_bad_ranks(max_rank: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        bt.TensorizeConfig(max_rank=max_rank)
+    assert str(error.value).startswith(
+        f"max_rank must be an integer of at least 1, or a tuple of them, got {max_rank!r}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"init": "zeros"}, r"init must be one of \('he', 'paper', 'svd'\), got 'zeros'\."),
+        ({"init": "svd", "tol": 1.0}, r"tol is a relative error and must lie in \[0, 1\), got 1\.0\."),
+        ({"tol": 0.1}, r"tol=0\.1 only means something with init='svd', got init='he'\."),
+    ],
+)
+def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bt.TensorizeConfig(**arguments)
+
+
+def test_a_filter_in_the_place_of_the_config_is_named() -> None:
+    model = mlp()
+    with unchanged(model), pytest.raises(ConfigError, match=r"config must be a TensorizeConfig, got .*filter_fn="):
+        bt.tensorize_(model, lambda _module, _name: True)
+
+
+def test_a_tuple_of_ranks_must_fit_every_layer() -> None:
+    model = digits_network()
+    with (
+        unchanged(model),
+        pytest.raises(ShapeError, match=r"one number or 1 ranks, one per bond, got \(8, 1, 5\)") as error,
+    ):
+        bt.tensorize_(model, bt.TensorizeConfig(max_rank=(8, 1, 5)))
+    assert error.value.__notes__ == ["This happened at layer '3' of the model; nothing was converted."]
+
+
+@pytest.mark.parametrize("init", ["he", "svd"])
+def test_modes_that_do_not_fit(init: str) -> None:
+    model = mlp()
+    for modes, message in [
+        (
+            ((5, 4), (4, 1)),
+            r"The product of out_modes must be at least 6, got \(4, 1\) with product 4\. Try out_modes=",
+        ),
+        (((5, 4), (3, 2, 1)), r"equally many and at least 2, got \(5, 4\) and \(3, 2, 1\)\. Leave one out"),
+        (((50, 4), None), r"in_modes are larger than needed: \(50, 4\) has product 200 for a size of 20"),
+    ]:
+        config = bt.TensorizeConfig(init=init, modes={"2": modes})  # the first layer would be fine
+        with unchanged(model), pytest.raises(ShapeError, match=message):
+            bt.tensorize_(model, config)
+
+
+def test_modes_for_a_layer_that_is_not_there() -> None:
+    model = mlp()
+    with unchanged(model), pytest.raises(ConfigError) as error:
+        bt.tensorize_(model, bt.TensorizeConfig(modes={"7": ((4, 5), None)}))
+    assert str(error.value) == "modes names layers that are not converted: ['7']. Converted are ['0', '2']."
+
+
+def test_nothing_matched() -> None:
+    model = mlp()
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model, filter_fn=lambda _module, _name: False)
+    assert str(error.value) == (
+        "No layer matched, so nothing was converted. tensorize_ looks for nn.Linear and nn.Conv2d; "
+        "these stay dense: 0 (filter_fn returned False); 2 (filter_fn returned False)."
+    )
+    with pytest.raises(ConversionError, match=r"looks for nn\.Linear and nn\.Conv2d; this model has none\."):
+        bt.tensorize_(nn.Sequential(nn.ReLU(), nn.Conv1d(3, 3, 3)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("key", ["weight", "bias"])
+def test_weights_that_are_not_finite(bad: float, key: str) -> None:
+    model = mlp()
+    with torch.no_grad():
+        getattr(model[2], key).view(-1)[3] = bad
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model)
+    assert str(error.value) == (
+        f"Cannot convert '2' (Linear): its {key} has NaN or infinite entries. Repair or re-initialise the model first."
+    )
+
+
+@pytest.mark.parametrize("lazy", [lambda: nn.LazyLinear(6), lambda: nn.LazyConv2d(6, 3)])
+def test_a_lazy_module(lazy: Any) -> None:
+    model = nn.Sequential(nn.Linear(24, 20), lazy())
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model)
+    assert str(error.value) == (
+        f"Cannot convert '1' ({type(model[1]).__name__}): it is lazy and has no weights yet. "
+        "Run one batch through the model first."
+    )
+
+
+def test_a_lazy_module_after_its_first_batch() -> None:
+    model = nn.Sequential(nn.LazyLinear(20), nn.ReLU())
+    model(torch.randn(2, 24))
+    bt.tensorize_(model)
+    assert isinstance(model[0], bt.TensorLinear)
+
+
+def test_a_quantised_module() -> None:
+    model = nn.Sequential(nn.Linear(24, 20), nn.Sequential(nn.Linear(20, 6)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao.quantization is deprecated, models made with it are still around
+        model[1] = torch.ao.quantization.quantize_dynamic(model[1], {nn.Linear}, dtype=torch.qint8)
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model)
+    assert str(error.value) == (
+        "Cannot convert '1.0' (Linear): it is quantised or its weight is not a plain floating point parameter. "
+        "Leave it dense with filter_fn=lambda module, name: name != '1.0'."
+    )
+    bt.tensorize_(model, filter_fn=lambda _, name: name != "1.0")
+    assert list(bt.ranks(model)) == ["0"]
+    assert model(torch.randn(2, 24)).shape == (2, 6)
+
+
+def test_a_pruned_module() -> None:
+    model = mlp()
+    prune.random_unstructured(model[2], "weight", 0.5)  # the weight is now computed from another parameter and a mask
+    with (
+        unchanged(model),
+        pytest.raises(ConversionError, match=r"'2' \(Linear\): it is quantised or its weight is not a"),
+    ):
+        bt.tensorize_(model)
+    prune.remove(model[2], "weight")
+    bt.tensorize_(model)
+    assert list(bt.ranks(model)) == ["0", "2"]
+
+
+def test_a_parametrised_module_is_a_subclass() -> None:
+    model = mlp()
+    parametrizations.orthogonal(model[0])
+    report = bt.tensorize_(model)
+    assert report.kept == (("0", "ParametrizedLinear is a subclass whose users may rely on .weight"),)
+
+
+def test_grouped_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=2))
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model)
+    assert str(error.value) == (
+        "Cannot convert '1' (Conv2d): groups must be 1, got groups=2. "
+        "Leave it dense with filter_fn=lambda module, name: name != '1'."
+    )
+
+
+def test_tied_weights() -> None:
+    embedding, decoder = nn.Embedding(20, 24), nn.Linear(24, 20, bias=False)
+    decoder.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.Linear(24, 24), decoder)
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model)
+    assert str(error.value) == (
+        "Cannot convert '2' (Linear): its weight is shared with ['0']. "
+        "Leave it dense with filter_fn=lambda module, name: name != '2'."
+    )
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.bias = first.bias
+    with pytest.raises(ConversionError, match=r"Cannot convert '0' \(Linear\): its bias is shared with \['1'\]\."):
+        bt.tensorize_(nn.Sequential(first, second))
+
+
+def test_a_model_that_is_itself_the_layer() -> None:
+    model = nn.Linear(24, 20)
+    with (
+        unchanged(model),
+        pytest.raises(ConversionError, match=r"cannot be replaced in place\. Wrap it in nn\.Sequent"),
+    ):
+        bt.tensorize_(model)
+
+
+def test_a_filter_that_fails_leaves_the_model_alone() -> None:
+    model = mlp()
+
+    def fail(_module: nn.Module, name: str) -> bool:
+        if name == "2":
+            raise KeyError(name)
+        return True
+
+    with unchanged(model), pytest.raises(KeyError):
+        bt.tensorize_(model, filter_fn=fail)
+
+
+def test_all_errors_are_ours() -> None:
+    assert all(issubclass(kind, BayesTrainError) for kind in (ConfigError, ShapeError, ConversionError))

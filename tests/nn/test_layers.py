@@ -1,0 +1,288 @@
+"""The layer kit: every layer in every format and layout against its dense twin.
+
+The reference is slow and obvious: numpy's einsum makes the tensor, loops over the layout's definition make the weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.testing import assert_close
+
+from bayestrain.errors import ConfigError, ConversionError, ShapeError
+from bayestrain.formats import FORMATS
+from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
+from bayestrain.nn.layout import LAYOUTS
+
+LINEAR = {
+    "two modes": {"in_features": 12, "out_features": 10, "in_modes": (4, 3), "out_modes": (5, 2)},
+    "padded": {"in_features": 11, "out_features": 7, "in_modes": (4, 3), "out_modes": (4, 2)},
+    "automatic": {"in_features": 30, "out_features": 42},
+    "three modes": {
+        "in_features": 24,
+        "out_features": 27,
+        "in_modes": (2, 4, 3),
+        "out_modes": (3, 3, 3),
+        "bias": False,
+    },
+}
+CONV = {
+    "same padding": {"in_channels": 6, "out_channels": 8, "kernel_size": 3, "padding": "same"},
+    "strided": {"in_channels": 16, "out_channels": 18, "kernel_size": (3, 2), "stride": 2, "padding": 1},
+    "padded modes": {"in_channels": 5, "out_channels": 7, "kernel_size": 3, "in_modes": (3, 2), "out_modes": (4, 2)},
+    "dilated, reflected": {
+        "in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding": 2, "dilation": 2, "padding_mode": "reflect",
+        "bias": False,
+    },
+    "1x1": {"in_channels": 9, "out_channels": 4, "kernel_size": 1},
+}  # fmt: skip
+
+Case = tuple[type[TensorLayer], dict[str, Any], tuple[int, ...]]
+CASES: dict[str, Case] = {
+    **{f"linear, {name}": (TensorLinear, settings, (settings["in_features"],)) for name, settings in LINEAR.items()},
+    **{f"conv, {name}": (TensorConv2d, settings, (settings["in_channels"], 7, 6)) for name, settings in CONV.items()},
+}
+EVERY = [
+    pytest.param(case, format.name, layout, id=f"{format.name}, {layout}, {name}")
+    for (name, case), format, layout in itertools.product(CASES.items(), FORMATS, LAYOUTS)
+]
+FEW = [param for param in EVERY if "two modes" in str(param.id) or "strided" in str(param.id)]
+
+
+def build(case: Case, format: str, layout: str, seed: int = 0, **options: Any) -> tuple[Any, Tensor]:
+    """A layer of rank 2 in double precision and an input."""
+    torch.manual_seed(seed)
+    kind, settings, event = case
+    options = {"max_rank": 2, "dtype": torch.float64, **options}
+    layer = kind(**settings, format=format, layout=layout, **options)
+    return layer, torch.randn(3, *event, dtype=options["dtype"])
+
+
+def slow_weight(layer: TensorLayer, cores: list[np.ndarray]) -> np.ndarray:
+    """The weight from the definitions of equation and layout, entry by entry of the modes."""
+    equation, layout = layer.factorized.equation, layer.factorized.layout
+    number = {label: n for n, label in enumerate(dict.fromkeys(x for core in equation.cores for x in core))}
+    args: list[object] = []
+    for core, labels in zip(cores, equation.cores, strict=True):
+        args += [core, [number[x] for x in labels]]
+    tensor = np.einsum(*args, [number[x] for x in equation.output])
+    weight = np.zeros(layout.padded)
+    for factors in itertools.product(*map(range, layout.factors)):
+        modes = []
+        for mode in layout.modes:
+            position = 0
+            for n in mode:
+                position = position * layout.factors[n] + factors[n]
+            modes.append(position)
+        place, first = [], 0
+        for split in layout.splits:
+            position = 0
+            for n, size in enumerate(split):
+                position = position * size + factors[first + n]
+            place.append(position)
+            first += len(split)
+        weight[tuple(place)] = tensor[tuple(modes)]
+    return weight[tuple(slice(size) for size in layout.axes)].reshape(layout.shape)
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), EVERY)
+def test_the_weight_follows_the_definitions(case: Case, format: str, layout: str) -> None:
+    layer, _ = build(case, format, layout)
+    expected = slow_weight(layer, [core.detach().numpy() for core in layer.cores])
+    assert_close(layer.weight.detach().numpy(), expected)
+    assert layer.weight.shape == layer.to_dense().weight.shape
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), EVERY)
+def test_values_and_gradients_are_those_of_the_dense_twin(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout)
+    twin = layer.to_dense()
+    cotangent = torch.randn_like(twin(x))
+    leaves = {"x": x.clone().requires_grad_()} | dict(layer.named_parameters())
+    y = layer(leaves["x"])
+    assert_close(y, twin(x))
+    found = torch.autograd.grad(y, list(leaves.values()), cotangent)
+    dense = {"weight": layer.weight} | ({"bias": layer.bias} if layer.bias is not None else {})
+    expected = torch.autograd.grad(functional_call(twin, dense, leaves["x"]), list(leaves.values()), cotangent)
+    for name, one, other in zip(leaves, found, expected, strict=True):
+        assert_close(one, other, msg=lambda m, n=name: f"gradient of {n}: {m}")
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), EVERY)
+def test_core_by_core_is_the_same_as_the_whole_weight(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout)
+    expected = layer.to_dense()(x)
+    if isinstance(layer, TensorLinear):
+        assert_close(layer._contract(x), expected)
+        assert_close(F.linear(x, layer.weight, layer.bias), expected)
+    else:
+        assert_close(layer.run(x, [layer.weight]), expected)
+        if (cut := layer.cut()) is not None:
+            assert_close(layer.run(x, list(layer.halves(cut))), expected)
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), EVERY)
+def test_a_dense_layer_is_taken_over(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout)
+    dense = layer.to_dense().eval()
+    dense.weight.requires_grad_(False)
+    modes = {"in_modes": layer.in_modes, "out_modes": layer.out_modes} if layer.factorized.layout.name == layout else {}
+    again = type(layer).from_dense(dense, format=format, layout=layout, max_rank=2, **modes)
+    if not layer.factorized.layout.is_padded:  # a weight cut out of a tensor of rank 2 has a higher one
+        assert_close(again(x), layer(x), rtol=1e-3, atol=1e-3)
+    assert not again.training
+    assert not any(core.requires_grad for core in again.cores)
+    assert (again.bias is None) == (layer.bias is None)
+    fresh = type(layer).like(dense, format=format, layout=layout)
+    assert not torch.equal(fresh.weight, dense.weight)
+    assert fresh.weight.shape == dense.weight.shape
+    assert fresh.bias is None or torch.equal(fresh.bias, dense.bias)
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+def test_batch_shapes(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout)
+    twin = layer.to_dense()
+    shapes = [(), (1,), (0,), (2, 3), (5, 1, 2)] if isinstance(layer, TensorLinear) else [(), (1,), (5,)]
+    for shape in shapes:
+        own = torch.randn(*shape, *x.shape[1:], dtype=x.dtype)
+        assert_close(layer(own), twin(own))
+    with pytest.raises(ShapeError, match="expects"):
+        layer(torch.randn(3, x.shape[1] + 1, *x.shape[2:], dtype=x.dtype))
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+def test_a_state_dict_with_other_ranks_loads(case: Case, format: str, layout: str) -> None:
+    small, x = build(case, format, layout)
+    large, _ = build(case, format, layout, seed=1, max_rank=3)
+    optimiser_sees = list(large.parameters())
+    large.load_state_dict(small.state_dict())
+    assert_close(large(x), small(x))
+    assert large.ranks == small.ranks
+    assert all(one is other for one, other in zip(optimiser_sees, large.parameters(), strict=True))
+    large(x).sum().backward()  # autograd has forgotten the old shapes
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+def test_copies_and_files(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout)
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(layer), torch.load(buffer, weights_only=False)):
+        assert_close(twin(x), layer(x))
+        assert repr(twin) == repr(layer)
+    assert format in repr(layer)
+    assert str(layer.ranks) in repr(layer)
+    assert layer.parameters_left == sum(p.numel() for p in layer.parameters())
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_and_autocast(case: Case, format: str, layout: str, dtype: torch.dtype) -> None:
+    layer, x = build(case, format, layout)
+    expected = layer(x)
+    tol = 1e-4 if dtype == torch.float32 else 0.1
+    own = copy.deepcopy(layer).to(dtype)
+    assert own(x.to(dtype)).dtype == dtype
+    assert_close(own(x.to(dtype)).double(), expected, rtol=tol, atol=tol)
+    single = copy.deepcopy(layer).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = single(x.float())
+        assert y.dtype == torch.bfloat16
+        assert single.weight.dtype == torch.float32  # materialised in the precision of the cores
+    assert_close(y.double(), expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+def test_many_networks_at_once(case: Case, format: str, layout: str) -> None:
+    layers = [build(case, format, layout, seed=seed)[0] for seed in range(3)]
+    _, x = build(case, format, layout)
+    stacked, _ = stack_module_state(layers)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layers[0], parameters, (x,)).square().sum()
+
+    found = vmap(grad(loss), (0, None))(stacked, x)
+    for i, layer in enumerate(layers):
+        gradients = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+        for (name, _), gradient in zip(layer.named_parameters(), gradients, strict=True):
+            assert_close(found[name][i], gradient)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+def test_it_is_exported_with_a_dynamic_batch(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout, dtype=torch.float32)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(layer.eval(), (x,), dynamic_shapes=({0: batch},))
+    other = torch.randn(7, *x.shape[1:])
+    assert_close(program.module()(other), layer(other))
+    traced = torch.jit.trace(layer, x, check_trace=False)
+    assert_close(traced(other), layer(other))
+
+
+@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+def test_it_compiles_without_a_graph_break(case: Case, format: str, layout: str) -> None:
+    layer, x = build(case, format, layout)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    assert_close(y, layer(x))
+    gradient = torch.autograd.grad(y.sum(), list(layer.parameters()))
+    assert_close(list(gradient), list(torch.autograd.grad(layer(x).sum(), list(layer.parameters()))))
+
+
+@pytest.mark.parametrize("kind", [TensorLinear, TensorConv2d])
+def test_fresh_weights_have_the_variance_asked_for(kind: type[TensorLayer]) -> None:
+    sizes = (60, 50) if kind is TensorLinear else (30, 20, 3)
+    layer = kind(*sizes)
+    fan_in = layer.weight[0].numel()
+    assert_close(float(layer.weight.detach().square().mean()), 2 / fan_in, rtol=0.2, atol=0)
+    paper = kind(*sizes, init="paper")
+    assert_close(float(paper.weight.detach().square().mean()), (2 / paper.weight.numel()) ** 0.5, rtol=0.2, atol=0)
+
+
+def test_a_train_shows_ranks_of_one_at_both_ends() -> None:
+    layer = TensorLinear(784, 625, max_rank=(3, 2, 3), in_modes=(7, 4, 7, 4), out_modes=(5, 5, 5, 5))
+    assert layer.ranks == (1, 3, 2, 3, 1)
+    assert layer.factorized.ranks == (3, 2, 3)
+    assert [tuple(core.shape) for core in layer.cores] == [(35, 3), (3, 20, 2), (2, 35, 3), (3, 20)]
+
+
+def test_zero_weights_start_with_a_zero_core_and_train() -> None:
+    dense = nn.Linear(12, 10)
+    nn.init.zeros_(dense.weight)
+    layer = TensorLinear.from_dense(dense, max_rank=3)
+    assert float(layer.weight.detach().abs().max()) == 0.0
+    layer(torch.randn(4, 12)).square().sum().backward()
+    assert float(layer.cores[-1].grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: TensorLinear(12, 10, max_rank=0), ConfigError, "at least 1"),
+        (lambda: TensorLinear(12, 10, in_modes=(3, 3)), ShapeError, "in_modes"),
+        (lambda: TensorLinear(12, 10, in_modes=(4, 3), out_modes=(10,)), ShapeError, "equally many"),
+        (lambda: TensorLinear(12, 10, layout="sideways"), ConfigError, "layout must be one of"),
+        (lambda: TensorLinear(12, 10, format="svd"), ConfigError, "format must be one of"),
+        (lambda: TensorLinear(12, 10, init="zero"), ConfigError, "init must be one of"),
+        (lambda: TensorConv2d(4, 4, 3, groups=2), ConversionError, "groups=1"),
+        (lambda: TensorLinear.from_dense(nn.Conv2d(3, 4, 3)), ConversionError, "Expected an nn.Linear"),
+        (lambda: TensorConv2d.from_dense(nn.LazyConv2d(4, 3)), ConversionError, "lazy"),
+        (lambda: TensorLinear.from_dense(nn.Linear(12, 10), tol=2.0), ConfigError, "tol"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()

@@ -1,0 +1,89 @@
+"""What tests of records and tables share: folders of results made from one recorded seed, and the lines of a table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "paper" / "results"
+SEED = RESULTS / "mnist" / "default" / "seed-0"
+
+POSTERIOR: dict[str, Any] = {
+    "method": "svgd", "particles": 20, "start": "independent", "ood": None, "temperature": 0.8, "map": None,
+    "mean_log_likelihood": -0.05, "uncalibrated": {"log_likelihood": -0.04, "ece": 0.01},
+}  # fmt: skip
+
+
+def seed(results: Path, label: str, number: int, changes: dict[str, Any], *, settings: dict[str, str] | None = None,
+         experiment: str = "mnist") -> Path:  # fmt: skip
+    """A copy of the recorded seed with other figures, and lines of its config exchanged."""
+    folder = shutil.copytree(SEED, results / experiment / label / f"seed-{number}")
+    result = {**json.loads((folder / "result.json").read_text()), "experiment": experiment, "seed": number, **changes}
+    result["ratio"] = result["dense_params"] / result["params"]
+    (folder / "result.json").write_text(json.dumps(result))
+    config = (folder / "config.toml").read_text()
+    for old, new in (settings or {}).items():
+        assert old in config
+        config = config.replace(old, new)
+    (folder / "config.toml").write_text(config)
+    return folder
+
+
+def group(results: Path, label: str, each: list[dict[str, Any]], *, failed: tuple[int, ...] = (),
+          experiment: str = "mnist", settings: dict[str, str] | None = None, searched: tuple[float, ...] = (),
+          ) -> Path:  # fmt: skip
+    """A group of seeds with its summary, computed here and not by the code under test."""
+    numbers = [number for number in range(len(each) + len(failed)) if number not in failed]
+    folders = [
+        seed(results, label, number, changes, settings=settings, experiment=experiment)
+        for number, changes in zip(numbers, each, strict=True)
+    ]
+    all_figures = [figures(json.loads((folder / "result.json").read_text())) for folder in folders]
+    if searched:
+        for own, before in zip(all_figures, searched, strict=True):
+            own["searched_accuracy"] = before
+    else:
+        for own in all_figures:
+            own.pop("validation_accuracy", None)
+    summary: dict[str, Any] = {"command": "", "seeds": sorted([*numbers, *failed]), "failed": list(failed)}
+    for key in all_figures[0] if all_figures else ():
+        values = [own[key] for own in all_figures]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        summary[key] = {"mean": statistics.fmean(values), "spread": spread, "each": values}
+    folder = results / experiment / label
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def figures(result: dict[str, Any]) -> dict[str, float]:
+    """The figures of one `result.json` recorded before the rewrite, read off independently of `paper.records`."""
+    found = {key: result[key] for key in ("params", "ratio", "accuracy", "log_likelihood", "ece", "seconds")}
+    found["validation_accuracy"] = result["validation"]["accuracy"]
+    posterior = result["posterior"] or {}
+    if "mean_log_likelihood" in posterior:
+        del found["validation_accuracy"]
+        found |= {key: posterior.get(key) for key in ("mean_log_likelihood", "temperature", "within_one_rank")}
+        found |= {f"uncalibrated_{key}": posterior["uncalibrated"][key] for key in ("log_likelihood", "ece")}
+        if ood := posterior["ood"]:
+            found |= {key: ood[key] for key in ("auroc", "auroc_epistemic")}
+        if point := posterior["map"]:
+            found |= {f"map_{k}": point[k] for k in ("params", "accuracy", "log_likelihood", "ece", "seconds")}
+            found |= {f"map_calibrated_{k}": point["calibrated"][k] for k in ("log_likelihood", "ece")}
+            found["map_auroc"] = point["ood_auroc"]
+    elif calibrated := result.get("calibrated"):
+        found |= {f"calibrated_{key}": calibrated[key] for key in ("log_likelihood", "ece")}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def rows(text: str, experiment: str = "mnist") -> list[dict[str, str]]:
+    """The lines of an experiment's table, without the links and with plain spaces and minus signs."""
+    plain = text.replace("\u00a0", " ").replace("−", "-")
+    section = plain.split(f"\n## {experiment}\n")[1].split("\n## ")[0].split("\n### ")[0]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    found = [dict(zip(table[0], row, strict=True)) for row in table[2:]]
+    return [{**row, "run": row["run"].split("]")[0].strip("[*")} for row in found]

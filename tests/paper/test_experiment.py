@@ -1,0 +1,291 @@
+"""Presets, kinds and commands; and one small experiment from training to the table."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from argparse import ArgumentParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.optimize import minimize_scalar
+from table_kit import RESULTS, ROOT
+
+import bayestrain as bt
+from bayestrain.app.data import Images
+from bayestrain.errors import ConfigError
+from bayestrain.train import run as running
+from bayestrain.train.run import tensorized
+from paper import data, experiment, networks, seeds, table
+from paper.experiment import run_config
+from paper.published import PAPER
+from paper.records import RecordError, gather, read_group
+
+BUILDERS = {"mnist": networks.mnist_mlp, "cifar10-cnn": networks.cifar10_cnn, "cifar10-resnet110": networks.resnet110}
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["default", "paper"])
+@pytest.mark.parametrize("name", PAPER)
+def test_presets_have_the_epochs_that_the_table_recognises_short_runs_by(name: str, preset: str) -> None:
+    fit = run_config(name, preset=preset).fit
+    assert fit.epochs + fit.finetune_epochs == PAPER[name].epochs[preset]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "preset", "changed"),
+    [
+        ("mnist/default", "default", {}),
+        ("mnist/paper", "paper", {}),
+        ("cifar10-cnn/x32", "default", {"fit.target_ratio": 32.0}),
+        ("cifar10-cnn/paper", "paper", {}),
+        ("cifar10-resnet110/x11", "default", {"fit.target_ratio": 11.0}),
+        ("cifar10-resnet110/paper-12", "paper", {"fit.epochs": 12, "fit.precision": "bf16"}),
+    ],
+)
+def test_presets_are_what_the_recorded_lines_were_trained_with(
+    recorded: str, preset: str, changed: dict[str, Any]
+) -> None:
+    """Every setting that the package had before its rewrite and has now, but for names and what does not matter."""
+    name, seed = recorded.split("/")[0], min((RESULTS / recorded).glob("seed-*"))
+    old, new = tomllib.loads((seed / "config.toml").read_text()), run_config(name, preset=preset).to_dict()
+    compared = 0
+    for section in ("tensorize", "prior", "fit"):
+        for key in old[section].keys() & new[section].keys() - {"checkpoint_every"}:
+            was, now = old[section][key], new[section][key]
+            if key == "rule":
+                now = {"auto": "rounding"}.get(now, now)
+            if key == "finetune_lr" and not new["fit"]["finetune_epochs"]:
+                continue
+            assert now == was or changed.get(f"{section}.{key}") == was, (section, key)
+            compared += 1
+    assert compared > 25
+
+
+def test_ranks_that_stay_train_as_long_as_those_that_are_sought() -> None:
+    found = run_config("cifar10-cnn")
+    for kind in ("dense", "tensorized"):
+        fixed = run_config("cifar10-cnn", kind=kind)
+        assert (fixed.fit.epochs, fixed.fit.finetune_epochs, fixed.fit.search) == (180, 0, False)
+        assert (fixed.fit.lr, fixed.fit.schedule, fixed.prior) == (found.fit.lr, found.fit.schedule, found.prior)
+        assert fixed.tensorize.enabled == (kind == "tensorized")
+
+
+def test_particles_around_a_network_have_a_rate_of_their_own() -> None:
+    around = run_config("cifar10-cnn", particles=20, around="runs/x32", epochs=6)
+    assert (around.fit.epochs, around.fit.finetune_epochs, around.fit.search) == (6, 0, False)
+    assert around.fit.lr == pytest.approx(0.1 * run_config("cifar10-cnn").fit.lr)
+    assert (around.run.from_run, around.posterior.start, around.posterior.jitter) == ("runs/x32", "around", 0.2)
+    assert around.run.data == "paper.data:cifar10_cutout_beside"
+    assert run_config("mnist", particles=3, around="x", epochs=1).fit.lr == 3e-3  # of the fine-tuning
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"experiment": "cifar"}, "There is no experiment 'cifar'"),
+        ({"kind": "sparse"}, "kind must be one of low-rank, tensorized, dense"),
+        ({"preset": "theirs"}, "There is no preset 'theirs' of mnist"),
+        ({"around": "x", "particles": 20}, "needs --particles of at least 2 and --epochs"),
+        ({"kind": "dense", "target_ratio": 30.0}, "leave --target-ratio out"),
+        ({"overrides": ["fit.lrr=1"]}, "fit.lr"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        run_config(**{"experiment": "mnist", **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "layers", "parameters"),
+    [
+        ("mnist", "default", 2, 27_235),  # the paper's BTNN
+        ("mnist", "paper", 2, 27_235),
+        ("cifar10-cnn", "default", 5, 286_717),
+        ("cifar10-resnet110", "default", 109, 460_934),
+        ("cifar10-resnet110", "paper", 74, None),
+    ],
+)
+def test_networks_at_full_rank_have_the_sizes_that_were_recorded(
+    name: str, preset: str, layers: int, parameters: int | None
+) -> None:
+    model = tensorized(BUILDERS[name](), run_config(name, preset=preset).tensorize)
+    assert len(bt.ranks(model)) == layers
+    assert parameters in (None, bt.count_parameters(model))
+
+
+def test_the_papers_choice_of_layers_bounds_how_small_resnet110_can_be() -> None:
+    settings = run_config("cifar10-resnet110", preset="paper", overrides=["tensorize.max_rank=1"]).tensorize
+    smallest = bt.count_parameters(tensorized(networks.resnet110(), settings))
+    assert f"{1_742_762 / smallest:.1f}" == "16.3"  # paper/README.md says so
+
+
+def test_every_command_of_the_makefile_trains_what_was_recorded(tmp_path: Path) -> None:
+    """Dry, in a directory of its own: make expands the commands, the options become a config for every seed."""
+    makefile, targets = str(ROOT / "paper" / "Makefile"), ("paper-mnist", "paper-cnn", "paper-resnet110")
+    done = subprocess.run(
+        ["make", "-n", "-f", makefile, "BIN=bin", *targets],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = done.stdout.replace("\\\n", " ").strip().splitlines()
+    recorded = {"/".join(path.parts[-3:-1]) for path in RESULTS.glob("*/*/summary.json")}
+    found = set()
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert (program, words[:2]) == ("bin/python", ["-m", "paper.seeds"])
+        parser = ArgumentParser()
+        experiment.options(parser)
+        seeds.add_options(parser)
+        given = parser.parse_args(words[2:])
+        found.add(f"{given.experiment}/{given.label}")
+        summary = json.loads((RESULTS / given.experiment / given.label / "summary.json").read_text())
+        assert given.seeds == sorted(summary["seeds"])
+        config = experiment.chosen(seeds.for_seed(given, given.seeds[0]), given.seeds[0])
+        result = json.loads(next((RESULTS / given.experiment / given.label).glob("seed-*/result.json")).read_text())
+        if "kind" in result:
+            assert given.kind == result["kind"]
+        assert config.posterior.particles == ((result["posterior"] or {}).get("particles") or 1)
+    assert found <= recorded
+    assert len(found) == len(lines) == 33
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _mini(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 digits that ship with the package in place of all data sets."""
+    digits = bt.data.load("mnist-mini")
+    small = type(digits)(**{
+        **vars(digits), "train": digits.train.subset(range(0, 10_000, 10)), "test": digits.test.subset(range(500)),
+    })  # fmt: skip
+    monkeypatch.setattr(data.data, "load", lambda _: small)
+
+
+@pytest.mark.usefixtures("_mini")
+def test_only_training_images_are_augmented_and_all_seeds_hold_out_the_same() -> None:
+    first, second = data.mnist(), data.mnist()
+    assert torch.equal(first.validation.images, second.validation.images)
+    assert len(first.train) + len(first.validation) == 1000
+    for part, augmented in ((first.train, True), (first.validation, False), (first.test, False)):
+        x, _ = next(part.batches(100, shuffle=False))
+        same = torch.equal(x, part.images[:100].float() / 255)
+        assert same != augmented
+    x, _ = next(data.cifar10_cutout().train.batches(100, shuffle=False))
+    assert (x == 0).any()  # blanked to the mean, which no pixel of these digits has
+    assert data.cifar10().mean is not None
+    assert data.mnist().mean is None
+
+
+@pytest.mark.usefixtures("_mini")
+def test_images_beside_are_named_and_have_the_same_patches() -> None:
+    found = data.cifar10_beside()
+    assert (found.outside.name, data.mnist_plain_beside().outside.name) == ("patches", "fashion-mnist")
+    assert isinstance(found.outside, Images)
+    before, after = found.test.images, found.outside.images
+    assert not torch.equal(before, after)
+    assert torch.equal(before.flatten(1).sort().values, after.flatten(1).sort().values)
+
+
+# --- from training to the table ---------------------------------------------------------------------------------------
+
+AROUND = ["--set", "fit.batch_size=100", "--device", "cpu"]
+SMALL = [*AROUND, "--set", "fit.epochs=2", "--set", "fit.finetune_epochs=1", "--set", "tensorize.max_rank=4"]
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, _mini: None) -> Any:
+    """`paper.seeds` with its processes in this one, which has the small data."""
+
+    def inside(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        try:
+            experiment.main(words[3:])
+        except SystemExit as end:
+            return subprocess.CompletedProcess(words, 1, str(end))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(run=inside))
+
+    def call(*words: str) -> None:
+        seeds.main(["mnist", *words, "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
+
+    return call
+
+
+def test_seeds_are_trained_recorded_and_tabled(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = []
+    original = running.fit_temperature
+    monkeypatch.setattr(running, "fit_temperature", lambda p, y: fitted.append(y) or original(p, y))
+    train("--label", "two", "--seeds", "0", "1", *SMALL)
+    train("--label", "cloud", "--seeds", "0", "--particles", "2", "--around", "two", "--epochs", "1", *AROUND)
+    held_out = data.mnist().validation.labels
+    assert len(fitted) == 3
+    assert all(torch.equal(labels, held_out) for labels in fitted)  # no test image ever reaches the fit
+
+    results = tmp_path / "results"
+    kept = {path.name for path in (results / "mnist" / "two" / "seed-0").iterdir()}
+    assert kept == {*seeds.KEPT, *seeds.NETWORK, "validation.safetensors"}
+    assert not (results / "mnist" / "two" / "seed-1" / "validation.safetensors").exists()
+    assert (results / "mnist" / "cloud" / "seed-0" / "predictions.safetensors").exists()
+    (groups,) = gather(results).values()
+    two, cloud = groups
+    assert (two.label, two.seeds, two.first.epochs, two.shortened) == ("two", (0, 1), 3, "3 of 95")
+    assert two.first.searched_accuracy is not None
+    assert cloud.first.posterior.how == "SVGD, 2 particles around MAP"
+    assert cloud.first.posterior.point["accuracy"] == two.first.metrics["accuracy"]
+    assert (cloud.first.epochs, cloud.first.iterations, cloud.first.earlier_epochs) == (1, 570, None)
+    text = table.write_table(results).read_text().replace("\u00a0", " ")
+    assert "All lines were trained by the package since its rewrite." in text
+    assert "SVGD, 2 particles around MAP" in text
+    assert "`cloud`, a single network" in text
+
+    # A finished seed is only recorded; with other settings, or in place of another commit's, it is not.
+    before = (results / "mnist" / "two" / "summary.json").read_text()
+    train("--label", "two", "--seeds", "0", "1", *SMALL)
+    assert len(fitted) == 3
+    assert json.loads((results / "mnist" / "two" / "summary.json").read_text()) == json.loads(before)
+    with pytest.raises(SystemExit, match=r"had other settings \(fit.lr: 0.01, now 0.02\)"):
+        train("--label", "two", "--seeds", "0", "1", *SMALL, "--set", "fit.lr=2e-2")
+    old = {**json.loads(before), "commits": ["f" * 40]}
+    (results / "mnist" / "two" / "summary.json").write_text(json.dumps(old))
+    with pytest.raises(SystemExit, match=r"was recorded at commits f{40}\. Give another --label"):
+        train("--label", "two", "--seeds", "0", "1", *SMALL)
+    train("--label", "two", "--seeds", "0", "1", *SMALL, "--replace")
+    assert json.loads((results / "mnist" / "two" / "summary.json").read_text()) == json.loads(before)
+
+    # A temperature that suits the test images and not those held out is refused.
+    run = tmp_path / "runs" / "mnist-two-seed0"
+    stored = load_file(run / "predictions.safetensors")
+    logs = stored["probabilities"].double().clamp_min(1e-38).log()
+
+    def loss(beta: float) -> float:
+        return float(torch.nn.functional.nll_loss((beta * logs).log_softmax(1), stored["labels"]))
+
+    best = 1 / minimize_scalar(loss, bounds=(0.2, 5), method="bounded").x
+    file = results / "mnist" / "two" / "seed-0" / "result.json"
+    result = json.loads(file.read_text())
+    assert abs(best / result["calibrated"]["temperature"] - 1) > 0.01
+    result["calibrated"]["temperature"] = best
+    file.write_text(json.dumps(result))
+    with pytest.raises(RecordError, match="is not the best one for the held-out images"):
+        read_group(results / "mnist" / "two", "mnist")
+
+
+def test_seeds_that_fail_are_counted_and_end_in_an_error(train: Any, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        train("--label", "far", "--seeds", "0", "--particles", "2", "--around", "nowhere", "--epochs", "1", *AROUND)
+    assert "seed 0 failed with exit code 1" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "results" / "mnist" / "far" / "summary.json").read_text())
+    assert summary["failed"] == [0]
+    with pytest.raises(SystemExit, match="no setting"):
+        train("--label", "bad", "--seeds", "0", "--set", "fit.lrr=1")
+    assert not (tmp_path / "results" / "mnist" / "bad").exists()

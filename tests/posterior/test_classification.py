@@ -1,0 +1,280 @@
+"""Class predictions, metrics and calibration against numpy, scipy and plain loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.posterior import (
+    ClassPrediction,
+    at_temperature,
+    auroc,
+    classification_metrics,
+    fit_temperature,
+    risk_coverage,
+)
+from bayestrain.posterior.metrics import ECE_BINS
+
+
+def softened(n: int, inputs: int, classes: int, scale: float = 2.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(n, inputs, classes, generator=generator, dtype=torch.float64)).softmax(2)
+
+
+@st.composite
+def any_probabilities(draw: st.DrawFn) -> Tensor:
+    """Any sizes, from flat to one-hot, zeros included, in single or double precision."""
+    n, inputs, classes = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    probs = softened(n, inputs, classes, draw(st.sampled_from([0.0, 1.0, 30.0, 1e4])), draw(st.integers(0, 99)))
+    return probs.to(draw(st.sampled_from([torch.float32, torch.float64])))
+
+
+PROBS = softened(5, 7, 3)
+PREDICTION = ClassPrediction(PROBS)
+LABELS = torch.tensor([0, 1, 2, 2, 1, 0, 1])
+
+
+def test_uncertainties_are_scipys_entropies() -> None:
+    p = PROBS.numpy()
+    np.testing.assert_allclose(PREDICTION.total, stats.entropy(p.mean(0), axis=1))
+    np.testing.assert_allclose(PREDICTION.aleatoric, stats.entropy(p, axis=2).mean(0))
+    # The mutual information by its other definition: the mean divergence of a particle from the mean.
+    divergence = np.mean([stats.entropy(particle, p.mean(0), axis=1) for particle in p], axis=0)
+    np.testing.assert_allclose(PREDICTION.epistemic, divergence, rtol=1e-9)
+
+
+@given(any_probabilities())
+def test_total_is_aleatoric_plus_epistemic_and_all_have_their_bounds(probs: Tensor) -> None:
+    prediction = ClassPrediction(probs)
+    total, aleatoric, epistemic = prediction.total, prediction.aleatoric, prediction.epistemic
+    tolerance = 1e-5 if probs.dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(total, aleatoric + epistemic, rtol=0, atol=tolerance)
+    largest = np.log([probs.shape[2], min(probs.shape[0], probs.shape[2])])  # a particle holds at most log n nats
+    for value, bound in ((total, largest[0]), (aleatoric, largest[0]), (epistemic, largest[1])):
+        assert bool(((value >= 0) & (value <= bound + 1e-5)).all())
+        assert value.dtype == torch.float64
+
+
+@given(any_probabilities(), st.integers(1, 5))
+def test_identical_particles_have_no_epistemic_uncertainty(probs: Tensor, copies: int) -> None:
+    prediction = ClassPrediction(probs[:1].expand(copies, -1, -1))
+    assert bool(((prediction.epistemic >= 0) & (prediction.epistemic < 1e-12)).all())
+    assert bool((prediction.disagreement == 0).all())
+    low, high = prediction.interval(0.5)
+    torch.testing.assert_close(low, high)
+
+
+def test_reasons() -> None:
+    eye = torch.eye(4)[:, None, :]  # four particles, each confident, each of another class
+    assert ClassPrediction(eye).reasons() == ["particles disagree"]
+    assert float(ClassPrediction(eye).disagreement) == 0.75
+    torch.testing.assert_close(ClassPrediction(eye).epistemic, torch.full((1,), math.log(4), dtype=torch.float64))
+    flat, sure = torch.full((4, 1, 4), 0.25), torch.eye(4)[:1].expand(4, 1, 4)
+    assert ClassPrediction(torch.cat([flat, sure], dim=1)).reasons() == ["ambiguous input", "clear"]
+
+
+def test_mean_classes_confidence_and_disagreement() -> None:
+    p = PROBS.numpy()
+    mean = p.mean(0)
+    np.testing.assert_allclose(PREDICTION.mean, mean)
+    assert PREDICTION.classes.tolist() == mean.argmax(1).tolist()
+    np.testing.assert_allclose(PREDICTION.confidence, mean.max(1))
+    np.testing.assert_allclose(PREDICTION.disagreement, (p.argmax(2) != mean.argmax(1)).mean(0))
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.parametrize("level", [0.1, 0.9, 0.99])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_interval_is_numpys_quantiles_at_the_temperature(n: int, level: float, temperature: float) -> None:
+    probs = softened(n, 4, 3)
+    low, high = ClassPrediction(probs, temperature).interval(level)
+    each = probs.numpy() ** (1 / temperature)
+    expected = np.quantile(each / each.sum(2, keepdims=True), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    np.testing.assert_allclose(low, expected[0])
+    np.testing.assert_allclose(high, expected[1])
+
+
+@given(any_probabilities(), st.floats(0.01, 0.98))
+def test_intervals_are_nested_and_within_the_particles(probs: Tensor, level: float) -> None:
+    prediction = ClassPrediction(probs)
+    (low, high), (lower, higher) = prediction.interval(level), prediction.interval(level + 0.01)
+    smallest, largest = probs.double().amin(0), probs.double().amax(0)
+    for ordered in ((smallest, lower), (lower, low), (low, high), (high, higher), (higher, largest)):
+        assert bool((ordered[0] <= ordered[1] + 1e-12).all())
+
+
+def test_likelihoods_are_plain_sums_and_metrics_those_of_the_mean() -> None:
+    each = PROBS.numpy()[:, np.arange(7), LABELS.numpy()]
+    assert PREDICTION.log_likelihood(LABELS) == pytest.approx(np.log(each.mean(0)).mean())
+    assert PREDICTION.mean_log_likelihood(LABELS) == pytest.approx(np.log(each).mean())
+    assert PREDICTION.particle_log_likelihood(LABELS).tolist() == pytest.approx(np.log(each).mean(1).tolist())
+    found = PREDICTION.metrics(LABELS.int())
+    assert set(found) == {"accuracy", "log_likelihood", "mean_log_likelihood", "ece", "brier"}
+    assert found["accuracy"] == pytest.approx(float((PREDICTION.classes == LABELS).double().mean()))
+    assert found["log_likelihood"] == PREDICTION.log_likelihood(LABELS)
+    assert found["mean_log_likelihood"] == PREDICTION.mean_log_likelihood(LABELS)
+
+
+def test_a_probability_of_zero_keeps_everything_finite() -> None:
+    prediction = ClassPrediction(torch.tensor([[[1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]]]))
+    assert float(prediction.total) == 0.0
+    scores = prediction.metrics(torch.tensor([1]))
+    assert all(np.isfinite(list(scores.values())))
+    assert prediction.log_likelihood(torch.tensor([1])) == scores["log_likelihood"] < -600
+
+
+def test_subset_and_cat_invert_each_other() -> None:
+    parts = [PREDICTION.subset(slice(0, 3)), PREDICTION.subset(np.int64(3)), PREDICTION.subset([4, 5, 6])]  # type: ignore[arg-type]
+    assert [len(part) for part in parts] == [3, 1, 3]
+    assert torch.equal(ClassPrediction.cat(parts).particle_probabilities, PROBS)
+    wrong = PREDICTION.classes != LABELS
+    assert torch.equal(PREDICTION.subset(wrong).particle_probabilities, PROBS[:, wrong])
+    assert repr(PREDICTION.subset([])) == "ClassPrediction(5 particles, 0 inputs, 3 classes)"
+
+
+def test_particles_keep_their_precision_and_lose_their_graph() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        prediction = ClassPrediction(PROBS.to(dtype).requires_grad_())
+        assert prediction.particle_probabilities.dtype == dtype
+        assert prediction.mean.dtype == prediction.interval()[0].dtype == torch.float64
+        assert not prediction.total.requires_grad
+        assert np.isfinite(prediction.metrics(LABELS)["ece"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PREDICTION.particle_probabilities = PROBS  # type: ignore[misc]
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(ShapeError, match=r"got \(7, 3\).*pass probabilities\[None\]"):
+        ClassPrediction(PROBS[0])
+    with pytest.raises(ShapeError, match=r"at least 1 particle and 2 classes, got \(0, 7, 3\)"):
+        ClassPrediction(PROBS[:0])
+    logits = PROBS.clone()
+    logits[3, 4] = torch.tensor([-1.0, 0.5, 2.5])
+    with pytest.raises(ConfigError, match=r"smallest entry -1 and sum 2 \(particle 3, input 4\).*softmax"):
+        ClassPrediction(logits)
+    with pytest.raises(ConfigError, match="inputs or weights that are not finite"):
+        ClassPrediction(torch.full((1, 1, 2), torch.nan))
+    with pytest.raises(ConfigError, match=r"floating-point numbers, got torch.int64"):
+        ClassPrediction(torch.eye(3, dtype=torch.int64)[None])
+    with pytest.raises(ConfigError, match=r"between 0 and 1, got 90. Try level=0.9"):
+        PREDICTION.interval(90)
+    with pytest.raises(ConfigError, match="temperature must be positive"):
+        ClassPrediction(PROBS, 0.0)
+    with pytest.raises(ShapeError, match=r"labels of shape \(6,\) for 7 inputs"):
+        PREDICTION.log_likelihood(LABELS[:6])
+    with pytest.raises(ConfigError, match=r"between 0 and 2, got 1 to 3"):
+        PREDICTION.mean_log_likelihood(LABELS + 1)
+    with pytest.raises(ShapeError, match="at least one prediction"):
+        ClassPrediction.cat([])
+    with pytest.raises(ShapeError, match=r"\[\(5, 7, 3\), \(2, 7, 3\)\].*one posterior"):
+        ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS[:2])])
+    with pytest.raises(ConfigError, match="different temperatures"):
+        ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS, 2.0)])
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_classification_metrics_against_plain_loops() -> None:
+    probs = (2 * torch.randn(200, 4)).double().softmax(1)
+    labels = torch.randint(0, 4, (200,))
+    found = classification_metrics(probs, labels)
+    rows = list(zip(probs.tolist(), labels.tolist(), strict=True))
+    assert found["accuracy"] == pytest.approx(sum(row.index(max(row)) == y for row, y in rows) / 200)
+    assert found["log_likelihood"] == pytest.approx(sum(math.log(row[y]) for row, y in rows) / 200)
+    brier = sum(sum((p - (k == y)) ** 2 for k, p in enumerate(row)) for row, y in rows) / 200
+    assert found["brier"] == pytest.approx(brier)
+    error = 0.0
+    for place in range(ECE_BINS):
+        inside = [(max(row), row.index(max(row)) == y) for row, y in rows if int(max(row) * ECE_BINS) == place]
+        error += abs(sum(confidence - right for confidence, right in inside)) / 200
+    assert found["ece"] == pytest.approx(error)
+    certain = torch.tensor([[1.0 + 1e-6, 0.0], [0.1, 0.9]])  # rounding may push a probability above 1
+    assert classification_metrics(certain, torch.tensor([0, 1]))["ece"] == pytest.approx(0.05, abs=1e-5)
+
+
+def test_bad_labels_are_refused() -> None:
+    probs = torch.full((3, 2), 0.5)
+    with pytest.raises(ShapeError, match=r"labels of shape \(3, 2\) for 3 inputs.*not one-hot rows"):
+        classification_metrics(probs, torch.ones(3, 2, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="at least one input"):
+        classification_metrics(probs[:0], torch.tensor([], dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"got torch.float32. Type labels.long\(\)"):
+        classification_metrics(probs, torch.ones(3))
+
+
+FEW_VALUES = st.lists(st.sampled_from([-math.inf, 0.0, 0.1, 0.5, 2.0, math.inf]), min_size=1, max_size=12)
+
+
+@given(FEW_VALUES, FEW_VALUES)
+def test_auroc_counts_all_pairs(inside: list[float], outside: list[float]) -> None:
+    pairs = [1.0 if b > a else 0.5 if b == a else 0.0 for a in inside for b in outside]
+    found = auroc(torch.tensor(inside), torch.tensor(outside).double())
+    assert found == pytest.approx(statistics.mean(pairs))
+    assert found + auroc(torch.tensor(outside), torch.tensor(inside)) == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 2.0]), st.booleans()), min_size=1, max_size=12))
+def test_risk_coverage_is_the_mean_over_all_orders_of_equals(pairs: list[tuple[float, bool]]) -> None:
+    found = risk_coverage(torch.tensor([u for u, _ in pairs]), torch.tensor([w for _, w in pairs]))
+    expected = []
+    for k in range(1, len(pairs) + 1):
+        limit = sorted(u for u, _ in pairs)[k - 1]
+        sure, tied = [w for u, w in pairs if u < limit], [w for u, w in pairs if u == limit]
+        expected.append((sum(sure) + (k - len(sure)) * statistics.mean(map(float, tied))) / k)
+    assert found.risk.tolist() == pytest.approx(expected)
+    assert found.coverage.tolist() == pytest.approx([k / len(pairs) for k in range(1, len(pairs) + 1)])
+    assert found.area == pytest.approx(statistics.mean(expected))
+
+
+def test_bad_scores_are_refused() -> None:
+    good = torch.ones(3)
+    with pytest.raises(ShapeError, match=r"scores_in must have shape \(N,\).*got \(3, 1\).*prediction.epistemic"):
+        auroc(good[:, None], good)
+    with pytest.raises(ConfigError, match="scores_out must be numbers, got 1 NaN of 2"):
+        auroc(good, torch.tensor([1.0, torch.nan]))
+    with pytest.raises(ShapeError, match=r"got shapes \(2,\) and \(3,\). Pass prediction.classes != labels"):
+        risk_coverage(good, good[:2])
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+def mixture(sharpness: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Labels drawn from the probabilities of logits; particles that report them `sharpness` times as sharp."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(4000, 5, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
+    return (sharpness * logits).softmax(1)[None].expand(3, -1, -1), labels
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 1.0, 2.5])
+def test_the_true_temperature_is_found_and_no_other_is_better(sharpness: float) -> None:
+    probs, labels = mixture(sharpness)
+    best = fit_temperature(probs, labels)
+    assert best == pytest.approx(sharpness, rel=0.06)
+    found = [ClassPrediction(probs, t).log_likelihood(labels) for t in (best, 0.97 * best, 1.03 * best)]
+    assert found[0] == max(found)
+    with pytest.raises(ShapeError, match="one label per datum"):
+        fit_temperature(probs, labels[:5])
+
+
+def test_a_prediction_reports_the_power_of_its_mixture() -> None:
+    probs = torch.tensor([[[0.8, 0.1, 0.1]], [[0.4, 0.6, 0.0]]], dtype=torch.float64)
+    found, plain = ClassPrediction(probs, 0.5), ClassPrediction(probs)
+    power = probs.mean(0) ** 2
+    torch.testing.assert_close(found.mean, power / power.sum(1, keepdim=True))
+    for name in ("total", "aleatoric", "epistemic", "mixture", "classes"):
+        assert torch.equal(getattr(found, name), getattr(plain, name)), name
+    assert found.subset([0]).temperature == ClassPrediction.cat([found, found]).temperature == 0.5
+    assert torch.equal(at_temperature(probs, 1.0), probs)

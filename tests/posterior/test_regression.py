@@ -1,0 +1,154 @@
+"""Regression predictions against torch's and scipy's mixtures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.optimize import brentq
+from torch import Tensor
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+
+from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.posterior import RegressionPrediction
+
+
+def gaussians(*shape: int, spread: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    means = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return means, torch.randn(shape, generator=generator, dtype=torch.float64).exp()
+
+
+MEANS, VARIANCES = gaussians(4, 6, 2)
+PREDICTION = RegressionPrediction(MEANS, VARIANCES)
+TARGETS = gaussians(6, 2, seed=1)[0]
+SCALAR = RegressionPrediction(MEANS[..., 0], VARIANCES[..., 0])
+
+
+def mixture() -> MixtureSameFamily:
+    """The same over all outputs of an input, by torch."""
+    each = Independent(Normal(MEANS.transpose(0, 1), VARIANCES.sqrt().transpose(0, 1)), 1)
+    return MixtureSameFamily(Categorical(torch.ones(6, 4, dtype=torch.float64)), each)
+
+
+def test_moments_are_those_of_torchs_mixture() -> None:
+    torch.testing.assert_close(PREDICTION.mean, mixture().mean)
+    torch.testing.assert_close(PREDICTION.total, mixture().variance)
+    torch.testing.assert_close(PREDICTION.std, mixture().stddev)
+    torch.testing.assert_close(PREDICTION.epistemic, MEANS.var(0, correction=0))
+    torch.testing.assert_close(PREDICTION.aleatoric, VARIANCES.mean(0))
+
+
+def test_likelihoods_are_those_of_torchs_mixture() -> None:
+    assert PREDICTION.log_likelihood(TARGETS) == pytest.approx(float(mixture().log_prob(TARGETS).mean()))
+    each = Normal(MEANS, VARIANCES.sqrt()).log_prob(TARGETS).sum(2).mean()
+    assert PREDICTION.mean_log_likelihood(TARGETS) == pytest.approx(float(each))
+    assert PREDICTION.mean_log_likelihood(TARGETS) < PREDICTION.log_likelihood(TARGETS)
+
+
+@pytest.mark.parametrize("level", [0.1, 0.9, 0.999])
+def test_interval_is_where_scipy_finds_it(level: float) -> None:
+    low, high = PREDICTION.interval(level)
+    for index in np.ndindex(6, 2):
+        means, stds = MEANS.numpy()[:, *index], VARIANCES.sqrt().numpy()[:, *index]
+        for found, q in ((low, (1 - level) / 2), (high, (1 + level) / 2)):
+            root = brentq(lambda x, m=means, s=stds, q=q: stats.norm.cdf(x, m, s).mean() - q, -99, 99, xtol=1e-12)
+            assert float(found[index]) == pytest.approx(root, abs=1e-8)
+
+
+@given(st.integers(1, 6), st.floats(0.0, 1e3), st.floats(0.01, 0.99), st.integers(0, 99))
+def test_interval_holds_its_probability_however_far_apart_the_particles_are(
+    n: int, spread: float, level: float, seed: int
+) -> None:
+    means, variances = gaussians(n, 3, spread=spread, seed=seed)
+    low, high = RegressionPrediction(means, variances).interval(level)
+    inside = (torch.special.ndtr((end - means) / variances.sqrt()).mean(0) for end in (high, low))
+    torch.testing.assert_close(
+        next(inside) - next(inside), torch.full((3,), level, dtype=torch.float64), atol=1e-9, rtol=0
+    )
+    assert bool((low <= high).all())
+
+
+@given(st.integers(1, 6), st.integers(0, 99))
+def test_identical_particles_have_no_epistemic_variance_and_the_gaussians_interval(n: int, seed: int) -> None:
+    means, variances = gaussians(1, 3, seed=seed)
+    prediction = RegressionPrediction(means.expand(n, 3), variances.expand(n, 3))
+    assert bool((prediction.epistemic < 1e-24).all())
+    torch.testing.assert_close(prediction.total, prediction.aleatoric)
+    expected = stats.norm.interval(0.8, means[0], variances[0].sqrt())
+    for found, end in zip(prediction.interval(0.8), expected, strict=True):
+        np.testing.assert_allclose(found, end, rtol=1e-9, atol=1e-9)
+
+
+def test_metrics() -> None:
+    found = PREDICTION.metrics(TARGETS.float())
+    targets = TARGETS.float().double()
+    assert list(found) == ["rmse", "log_likelihood", "mean_log_likelihood", "coverage_90"]
+    assert found["rmse"] == pytest.approx(float(torch.nn.functional.mse_loss(PREDICTION.mean, targets).sqrt()))
+    assert found["log_likelihood"] == PREDICTION.log_likelihood(targets)
+    assert found["mean_log_likelihood"] == PREDICTION.mean_log_likelihood(targets)
+
+
+def test_coverage_of_targets_drawn_from_the_mixture_is_nine_tenths() -> None:
+    means, variances = gaussians(3, 1, spread=4.0)
+    many = RegressionPrediction(means.expand(3, 20_000), variances.expand(3, 20_000))
+    drawn = torch.randint(3, (20_000,))
+    targets = Normal(means[drawn, 0], variances[drawn, 0].sqrt()).sample()
+    assert many.metrics(targets)["coverage_90"] == pytest.approx(0.9, abs=0.0085)  # four standard errors
+
+
+def test_a_far_target_keeps_its_log_likelihood() -> None:
+    assert SCALAR.log_likelihood(torch.full((6,), 1e4)) < -1e6  # the densities themselves are all 0
+
+
+def test_a_scalar_keeps_its_shape_and_is_the_first_of_two_outputs() -> None:
+    for name in ("mean", "total", "aleatoric", "epistemic", "std"):
+        torch.testing.assert_close(getattr(SCALAR, name), getattr(PREDICTION, name)[:, 0])
+    for found, expected in zip(SCALAR.interval(), PREDICTION.interval(), strict=True):
+        torch.testing.assert_close(found, expected[:, 0])
+    column = RegressionPrediction(MEANS[..., :1], VARIANCES[..., :1])
+    assert column.mean.shape == (6, 1)
+    assert column.metrics(TARGETS[:, :1]) == pytest.approx(SCALAR.metrics(TARGETS[:, 0]))
+
+
+def test_subset_and_cat_invert_each_other() -> None:
+    for prediction in (PREDICTION, SCALAR):
+        back = RegressionPrediction.cat([prediction.subset(slice(4)), prediction.subset(torch.tensor([4, 5]))])
+        assert len(back) == 6
+        assert torch.equal(back.particle_means, prediction.particle_means)
+        assert torch.equal(back.particle_variances, prediction.particle_variances)
+
+
+def test_precision_graph_and_repr() -> None:
+    prediction = RegressionPrediction(MEANS.float().requires_grad_(), VARIANCES.float())
+    assert prediction.particle_means.dtype == torch.float32
+    assert prediction.mean.dtype == prediction.std.dtype == torch.float64
+    assert not prediction.mean.requires_grad
+    assert repr(prediction).startswith("RegressionPrediction(4 particles, 6 inputs, 2 outputs; mean variance ")
+    column = RegressionPrediction(MEANS[..., :1], VARIANCES[..., :1])
+    assert repr(column).startswith("RegressionPrediction(4 particles, 6 inputs; mean variance ")
+    assert repr(SCALAR.subset([])) == "RegressionPrediction(4 particles, 0 inputs)"
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(ShapeError, match=r"got \(4, 6, 2\) and \(4, 1, 1\).*variance.expand_as\(means\)"):
+        RegressionPrediction(MEANS, VARIANCES[:, :1, :1])
+    with pytest.raises(ShapeError, match=r"at least 1 particle, got \(6,\)"):
+        RegressionPrediction(MEANS[0, :, 0], VARIANCES[0, :, 0])
+    with pytest.raises(ConfigError, match=r"positive and finite, got -2.\d+ to"):
+        RegressionPrediction(MEANS, VARIANCES - VARIANCES.min() - 2.5)
+    with pytest.raises(ConfigError, match="1 of 1 that are not"):
+        RegressionPrediction(torch.tensor([[torch.nan]]), torch.ones(1, 1))
+    with pytest.raises(
+        ShapeError, match=r"\(6, 2\), with at least one number, got \(6,\). Type targets.reshape\(6, 2\)"
+    ):
+        PREDICTION.metrics(TARGETS[:, 0])
+    with pytest.raises(ShapeError, match=r"got \(6, 1\). Type targets.reshape\(6,\)"):
+        SCALAR.log_likelihood(TARGETS[:, :1])
+    with pytest.raises(ConfigError, match=r"got 1\.0\. Try level=0\.9"):
+        PREDICTION.interval(1.0)
+    with pytest.raises(ShapeError, match="all of one posterior"):
+        RegressionPrediction.cat([PREDICTION, SCALAR])

@@ -1,0 +1,320 @@
+"""The prior of all weights together: closed forms against autograd, steps weight by weight, many particles in vmap."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from prior_kit import CLOSE, HELD, Mixed, layers, mixed
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.func import functional_call, vmap
+
+from bayestrain.errors import BayesTrainError
+from bayestrain.formats import algebra
+from bayestrain.nn import FactorizedWeight, TensorLinear
+from bayestrain.prior import NormalPrior, RankPrior, density
+from bayestrain.prior.rank_prior import ALIGN_SWEEPS, RATE
+
+# --- weight by weight -------------------------------------------------------------------------------------------------
+
+
+def slow_log_prob(model: nn.Module, prior: RankPrior) -> Tensor:
+    total, cores = torch.zeros((), dtype=torch.float64), set()
+    for name, own in layers(model).items():
+        weight, state = own.factorized, own.factorized.rank_state
+        cores |= {id(core) for core in weight.cores}
+        if name != "still":
+            us = state.log_lambdas
+            total = total + density.log_prob(weight.equation, list(weight.cores), us, prior.a, prior.b, state.start)
+    for parameter in model.parameters():
+        if parameter.requires_grad and id(parameter) not in cores:
+            deviation = torch.full((), math.sqrt(prior.variance), dtype=torch.float64)
+            total = total + Normal(torch.zeros_like(deviation), deviation).log_prob(parameter).sum()
+    return total
+
+
+@torch.no_grad()
+def slow_step(model: nn.Module, prior: RankPrior, align: bool = False) -> None:
+    """Every layer for itself: its scale, its alignment with some sweeps of Newton steps, then its lambda."""
+    behind = {"conv": model.bn, "deep": model.deep_bn, "loop": model.loop_norm}
+    newton = partial(density.newton_step, b=prior.b)
+    move = newton if prior.update == "newton" else partial(density.gradient_step, b=prior.b, rate=RATE)
+    for name, layer in layers(model).items():
+        if name == "still":
+            continue
+        weight, state = layer.factorized, layer.factorized.rank_state
+        if name in HELD and (size := algebra.norm(weight.equation, list(weight.cores))) > 0:
+            factor = state.held_norm / size
+            for core in weight.cores:
+                core *= factor ** (1 / len(weight.cores))
+            for u in state.log_lambdas:
+                u += factor.log() / len(weight.cores)
+            if layer.bias is not None:
+                layer.bias *= factor
+            if name != "loop":
+                behind[name].running_mean *= factor
+                behind[name].running_var *= factor**2
+        if align:
+            weight.set_cores(weight.format.align(weight.equation, list(weight.cores)))
+            slow_sweep(weight, prior, newton, ALIGN_SWEEPS)
+        slow_sweep(weight, prior, move, 1)
+
+
+def slow_sweep(weight: FactorizedWeight, prior: RankPrior, move: density.Move, sweeps: int) -> None:
+    cores, state = list(weight.cores), weight.rank_state
+    moved = density.sweep(weight.equation, cores, state.log_lambdas, move, prior.a, prior.floor, state.start, sweeps)
+    for u, new in zip(state.log_lambdas, moved, strict=True):
+        u.copy_(new)
+
+
+def assert_same(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
+    theirs = other.state_dict()
+    for name, value in model.state_dict().items():
+        close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+        torch.testing.assert_close(value, theirs[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_log_prob_and_its_gradient_are_those_of_the_weights_one_by_one() -> None:
+    model, prior = mixed()
+    torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior), **CLOSE)
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    fast, slow = (torch.autograd.grad(value, chosen) for value in (prior.log_prob(), slow_log_prob(model, prior)))
+    torch.testing.assert_close(fast, slow, **CLOSE)
+
+
+@pytest.mark.parametrize("weight", [None, 0.25, torch.tensor(0.25).double()], ids=["own", "float", "tensor"])
+@pytest.mark.parametrize("kind", ["rank", "normal"])
+def test_the_loss_is_one_node_with_the_gradients_of_autograd(weight: Tensor | float | None, kind: str) -> None:
+    model, prior = mixed()
+    if kind == "normal":
+        prior = NormalPrior(model, 50, weight=0.7, variance=4.0)
+    loss = prior.loss(weight)
+    expected = prior.log_prob() * (-(0.7 if weight is None else float(weight)) / 50)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    assert {type(node).__name__ for node, _ in loss.grad_fn.next_functions} <= {"AccumulateGrad", "NoneType"}
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    (3 * loss).backward()
+    for own, gradient in zip(chosen, torch.autograd.grad(3 * expected, chosen), strict=True):
+        torch.testing.assert_close(own.grad, gradient, **CLOSE)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    with torch.no_grad():
+        torch.testing.assert_close(prior.loss(weight), expected.detach(), **CLOSE)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model, prior = mixed()
+    with pytest.raises(BayesTrainError, match=r"no second derivative\. Type .* prior\.log_prob\(\)"):
+        torch.autograd.grad(prior.loss(), model.two.cores[0], create_graph=True)
+
+
+def test_gradients_of_shared_cores_and_biases_add_up() -> None:
+    torch.manual_seed(0)
+    first, second = (TensorLinear(8, 8, in_modes=(2,) * 3, out_modes=(2,) * 3, max_rank=3).double() for _ in range(2))
+    for k in range(3):
+        second.cores[k] = first.cores[k]
+    second.bias = first.bias
+    model = nn.Sequential(first, second, first)
+    prior = RankPrior(model, 50)
+    with torch.no_grad():
+        for u in second.factorized.rank_state.log_lambdas:
+            u.add_(1.0)
+    prior.loss().backward()
+    expected = torch.autograd.grad(-prior.log_prob() / 50, list(model.parameters()))
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), **CLOSE)
+    assert len(prior._others) == 1
+
+
+@pytest.mark.parametrize("update", ["newton", "gradient"])
+def test_steps_are_those_of_the_weights_one_by_one(update: str) -> None:
+    model, prior = mixed(update=update)
+    slow, before = copy.deepcopy(model), copy.deepcopy(model)
+    for _ in range(5):
+        prior.step()
+        slow_step(slow, prior)
+        assert_same(model, slow)
+    for (name, value), old in zip(model.still.state_dict().items(), before.still.state_dict().values(), strict=True):
+        assert torch.equal(value, old), f"{name} is frozen"
+    for changed in ("conv.bias", "deep_bn.running_var", "loop.bias", "two.factorized.rank_state.log_lambda_0"):
+        assert not torch.equal(model.state_dict()[changed], before.state_dict()[changed])
+
+
+def test_alignments_are_those_of_the_weights_one_by_one_and_change_no_weight() -> None:
+    model, prior = mixed(align_every=1)
+    slow, before = copy.deepcopy(model), copy.deepcopy(model)
+    for _ in range(2):
+        prior.step()
+        slow_step(slow, prior, align=True)
+        assert_same(model, slow, tolerance=1e-8)
+    for name in ("two", "cp"):
+        own, old = model.get_submodule(name), before.get_submodule(name)
+        torch.testing.assert_close(own.weight, old.weight, **CLOSE)
+        assert not torch.allclose(own.cores[0], old.cores[0])
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_a_weight_that_is_not_finite_does_not_touch_the_others(align: bool) -> None:
+    model, prior = mixed(align_every=int(align))
+    slow = copy.deepcopy(model)
+    with torch.no_grad():
+        model.deep.cores[2].fill_(math.nan)
+        model.two.cores[1][0] = math.inf
+    broken = copy.deepcopy(model.two)
+    prior.step()
+    slow_step(slow, prior, align)
+    for name in ("conv", "loop", "cp", "still"):
+        assert_same(model.get_submodule(name), slow.get_submodule(name), 1e-8)
+    assert all(map(torch.equal, model.two.cores, broken.cores))
+
+
+def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
+    model, prior = mixed(floor=0.3)
+    with torch.no_grad():
+        for core in (*model.conv.cores, *model.two.cores):
+            core.zero_()
+    for _ in range(40):
+        prior.step()
+    assert float(model.two.factorized.rank_state.log_lambdas[0].max()) == -density.LIMIT
+    assert all(
+        float(u.min() / u.max()) > 0.3 - 1e-9 for name, us in prior.lambdas().items() for u in us if name != "still"
+    )
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+def test_cuts_other_precision_and_loading_are_followed() -> None:
+    model, prior = mixed()
+    saved = copy.deepcopy(model.state_dict())
+    weight = model.two.factorized
+    (bond,) = weight.equation.bonds
+    kept = torch.tensor([0, 3])
+    weight.set_cores(algebra.keep(weight.equation, [core.detach() for core in weight.cores], bond, kept))
+    weight.rank_state.set_log_lambda(0, weight.rank_state.log_lambdas[0][kept])
+    for change in (lambda: None, lambda: model.float(), lambda: model.double(), lambda: model.load_state_dict(saved)):
+        change()
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if model.two.bias.dtype == torch.float32 else CLOSE
+        torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior).to(prior.log_prob()), **tolerance)
+        slow = copy.deepcopy(model)
+        prior.step()
+        slow_step(slow, prior)
+        assert_same(model, slow, tolerance["rtol"])
+        prior.loss().backward()
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """What `functional_call` needs: the prior's functions as calls of a module."""
+
+    def __init__(self, model: nn.Module, prior: RankPrior) -> None:
+        super().__init__()
+        self.model, self.prior = model, prior
+
+    def forward(self, what: str) -> Tensor:
+        if what == "step":
+            self.prior.step()
+            return torch.zeros(())
+        return getattr(self.prior, what)()
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_vmap_over_particles_is_a_loop_over_them(align: bool) -> None:
+    pairs = [mixed(seed, align_every=int(align)) for seed in range(3)]
+    model, prior = pairs[0]
+    with torch.no_grad():
+        for other, _ in pairs[1:]:
+            for name, parameter in other.named_parameters():
+                if not parameter.requires_grad:  # frozen: common to all
+                    parameter.copy_(model.get_parameter(name))
+    own = {name for name, p in model.named_parameters() if p.requires_grad} | {
+        name for name, _ in model.named_buffers()
+    }
+    stacked = {name: torch.stack([dict(m.state_dict())[name].detach() for m, _ in pairs]) for name in own}
+
+    def run(what: str) -> Tensor:
+        tensors = {f"model.{name}": tensor for name, tensor in stacked.items()}
+        return vmap(lambda own: functional_call(Holder(model, prior), own, (what,)))(tensors)
+
+    loop = copy.deepcopy(pairs)
+    for what in ("log_prob", "loss"):
+        torch.testing.assert_close(run(what), torch.stack([getattr(p, what)() for _, p in loop]), **CLOSE)
+    run("step")
+    for _, other in loop:
+        other.step()
+    close = {"rtol": 1e-8, "atol": 1e-8} if align else CLOSE
+    for name, tensor in stacked.items():
+        torch.testing.assert_close(tensor, torch.stack([m.state_dict()[name] for m, _ in loop]), **close, msg=name)
+
+
+def test_gradients_by_torch_func_are_those_of_autograd() -> None:
+    model, prior = mixed()
+    holder = Holder(model, prior)
+    own = {name: p.detach() for name, p in holder.named_parameters() if p.requires_grad}
+    for what in ("log_prob", "loss"):
+        found = torch.func.grad(lambda tensors, what=what: functional_call(holder, tensors, (what,)))(own)
+        slow = torch.autograd.grad(getattr(prior, what)(), [holder.get_parameter(name) for name in own])
+        torch.testing.assert_close(list(found.values()), list(slow), **CLOSE)
+    with torch.inference_mode():
+        prior.log_prob()
+    prior.loss().backward()
+
+
+def test_one_particle_in_functional_call_keeps_the_closed_form() -> None:
+    model, prior = mixed()
+    holder = Holder(model, prior)
+    own = {name: (p.detach() * 1.1).requires_grad_() for name, p in holder.named_parameters() if p.requires_grad}
+    fast, slow = (
+        torch.autograd.grad(functional_call(holder, own, (w,)), list(own.values())) for w in ("loss", "log_prob")
+    )
+    torch.testing.assert_close(list(fast), [g * (-0.7 / 50) for g in slow], **CLOSE)
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_steps(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TensorLinear(64, 64, max_rank=4, dtype=dtype), TensorLinear(64, 64, max_rank=4).double())
+    prior = RankPrior(model, 50, hold_scale=["0", "1"], align_every=0)
+    exact = copy.deepcopy(model).double()
+    slow = RankPrior(exact, 50, hold_scale=["0", "1"], align_every=0)
+    loss = prior.loss()
+    loss.backward()
+    torch.testing.assert_close(loss.double(), slow.loss(), rtol=1e-3, atol=0)
+    assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
+    prior.step()
+    slow.step()
+    tolerance = 5e-3 if dtype == torch.float16 else 4e-2
+    for own, other in zip(model.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(own.double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_alignment_keeps_weights_in_every_precision() -> None:
+    torch.manual_seed(0)
+    dtypes = (torch.float16, torch.float32, torch.float64)
+    model = nn.Sequential(*(TensorLinear(64, 64, max_rank=4 + i, dtype=dtype) for i, dtype in enumerate(dtypes)))
+    before = [layer.weight.detach().double() for layer in model]
+    old = [layer.cores[0].detach().clone() for layer in model]
+    RankPrior(model, 50, align_every=1).step()
+    for layer, weight, core, dtype, eps in zip(model, before, old, dtypes, (2e-3, 1e-5, 1e-12), strict=True):
+        assert layer.cores[0].dtype == dtype
+        assert (layer.weight.double() - weight).norm() < eps * weight.norm()
+        assert (layer.cores[0] - core).norm() > 0.1 * core.norm()
+
+
+def test_autocast_changes_nothing() -> None:
+    found = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        model = Mixed()
+        prior = RankPrior(model, 10, hold_scale=HELD, align_every=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            prior.step()
+            loss = prior.loss()
+        loss.backward()
+        found.append([loss.detach(), *model.state_dict().values(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))

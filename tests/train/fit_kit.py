@@ -1,0 +1,95 @@
+"""What tests of `fit` share: small data that need few ranks, networks, and a callback that presses Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.nn import TensorizeConfig, tensorize_
+from bayestrain.train import Callback, FitResult, PriorConfig, fit
+
+
+torch.set_num_threads(1)  # the networks are tiny
+
+
+def classes(number: int = 600, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Three classes around three points in 24 dimensions, of which two matter; about 98 % can be right."""
+    generator = torch.Generator().manual_seed(seed)
+    points = 0.7 * torch.randn(3, 24, generator=torch.Generator().manual_seed(99))
+    y = torch.randint(3, (number,), generator=generator)
+    return points[y] + torch.randn(number, 24, generator=generator), y
+
+
+TRAIN, HELD_OUT = classes(), classes(200, seed=1)
+
+
+def network(*, dropout: float = 0.1, norm: bool = False, max_rank: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(32)] if norm else []
+    model = nn.Sequential(nn.Linear(24, 32), *middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3))
+    tensorize_(model, TensorizeConfig(max_rank=max_rank))
+    return model
+
+
+SHORT: dict[str, Any] = {
+    "epochs": 4, "finetune_epochs": 2, "batch_size": 100, "lr": 1e-2, "compact_from": 1, "compact_every": 1,
+    "compact_tol": 0.3, "round_tol": 0.3, "prior": PriorConfig(warmup_epochs=1, align_every=4), "progress": False,
+}  # fmt: skip
+"""Six epochs that cut ranks."""
+
+
+def train(model: Any = None, data: Any = TRAIN, validation: Any = None, **changes: Any) -> FitResult:
+    """`fit` with short settings."""
+    return fit(network() if model is None else model, data, validation, **{**SHORT, **changes})
+
+
+class StopAfter(Callback):
+    """Presses Ctrl-C during the epoch after this one."""
+
+    def __init__(self, epoch: int) -> None:
+        self.last = epoch
+
+    def on_epoch(self, record: Any) -> None:
+        if record["epoch"] >= self.last:
+            raise KeyboardInterrupt
+
+
+class Listener(Callback):
+    """Keeps all that it hears."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.messages: list[str] = []
+        self.cuts: list[Any] = []
+
+    def on_start(self, plan: Any) -> None:
+        self.calls.append("start")
+        self.plan = plan
+
+    def on_epoch(self, record: Any) -> None:
+        self.calls.append(f"epoch {record['epoch']}")
+
+    def on_cut(self, report: Any) -> None:
+        self.calls.append("cut")
+        self.cuts.append(report)
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def on_end(self, result: Any) -> None:
+        self.calls.append("end")
+        self.result = result
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    """Bit for bit."""
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def without_seconds(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]

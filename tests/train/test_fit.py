@@ -1,0 +1,532 @@
+"""`fit`: the same as a loop of one's own, for any network, data, likelihood, precision and optimiser."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fit_kit import HELD_OUT, SHORT, TRAIN, Listener, assert_same_weights, classes, network, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from bayestrain.compact import compact_
+from bayestrain.errors import ConfigError, DecayWarning, TrainingError
+from bayestrain.nn import FactorizedWeight, TensorLinear, count_parameters, dense_parameters, factorized_weights, ranks
+from bayestrain.posterior import Regression
+from bayestrain.prior import RankPrior
+from bayestrain.train import FitConfig, PriorConfig, ProgressPrinter, fit
+
+LOADER = DataLoader(TensorDataset(*TRAIN), batch_size=100, shuffle=True)
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def own_loop(model: nn.Module, epochs: int, cut_at: int, clip: float) -> None:
+    """The README's loop, with a schedule, clipping and cuts."""
+    prior = RankPrior(model, num_data=600, warmup_steps=6, align_every=4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * (step // 6 + (step % 6) / 6) / epochs))
+    )
+    torch.manual_seed(3)
+    model.train()
+    for epoch in range(epochs):
+        if epoch == cut_at:
+            compact_(model, 0.3, rule="contribution", optimizer=optimizer)
+        for x, y in LOADER:
+            loss = F.cross_entropy(model(x), y) + prior.loss()
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            prior.step()
+    compact_(model, 0.3)
+    prior.remove_()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_fit_and_a_loop_of_your_own_give_the_same_weights_bit_for_bit(clip: float) -> None:
+    by_hand, fitted = network(), network()
+    own_loop(by_hand, epochs=3, cut_at=2, clip=clip)
+    options = {"epochs": 3, "finetune_epochs": 0, "compact_from": 2, "clip_norm": clip, "seed": 3}
+    result = train(fitted, LOADER, **options)
+    assert ranks(fitted) == ranks(by_hand)
+    assert ranks(fitted) != result.start_ranks
+    assert_same_weights(fitted, by_hand)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_a_loop_of_your_own_works_with_a_grad_scaler(precision: str) -> None:
+    model = network()
+    prior = RankPrior(model, num_data=600, warmup_steps=20)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    losses = []
+    for _ in range(8):
+        for x, y in LOADER:
+            with torch.autocast("cpu", getattr(torch, precision)):
+                outputs = model(x)
+            likelihood = F.cross_entropy(outputs.float(), y)
+            scaler.scale(likelihood + prior.loss()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            prior.step()
+            losses.append(float(likelihood.detach()))
+    assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
+
+
+def test_the_scale_of_a_grad_scaler_does_not_change_the_gradients() -> None:
+    gradients = []
+    for scale in (1.0, 1024.0):
+        model = network(dropout=0.0)
+        prior = RankPrior(model, num_data=600)
+        loss = F.cross_entropy(model(TRAIN[0]), TRAIN[1]) + prior.loss()
+        (loss * scale).backward()
+        gradients.append([p.grad / scale for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_accumulated_batches_are_one_large_batch() -> None:
+    """Means over the micro-batches, weighted by their sizes, and the prior once."""
+    together, apart = network(dropout=0.0).double(), network(dropout=0.0).double()
+    x, y = TRAIN[0][:500].double(), TRAIN[1][:500]
+    small = [(x[i : i + 75], y[i : i + 75]) for i in range(0, 500, 75)]  # the last one has 50
+    large = [(x[:150], y[:150]), (x[150:300], y[150:300]), (x[300:450], y[300:450]), (x[450:], y[450:])]
+    options = {"epochs": 2, "finetune_epochs": 0, "compact_every": 0, "round_tol": 0.0}
+    one = train(together, large, **options)
+    other = train(apart, small, accumulate=2, **options)
+    for key in ("train_loss", "prior_loss", "prior_weight"):
+        assert [r[key] for r in one.history] == pytest.approx([r[key] for r in other.history])
+    for (name, a), (_, b) in zip(together.state_dict().items(), apart.state_dict().items(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"clip_norm": 0.05},
+        {"optimizer": "adamw", "weight_decay": 0.1},
+        {"optimizer": "adamw", "weight_decay": 0.1, "decay_cores": True},
+        {"optimizer": "sgd"},
+        {"optimizer": "muon"},
+        {"lr_warmup_epochs": 2.0},
+        {"schedule": "step", "milestones": (0.3,)},
+        {"prior": False},
+    ],
+    ids=str,
+)
+def test_every_option_trains_and_makes_a_difference(changes: dict[str, Any]) -> None:
+    plain, other = network(), network()
+    short = {"epochs": 4, "finetune_epochs": 0, "compact_every": 0}
+    train(plain, **short)
+    result = train(other, **{**short, **changes})
+    losses = [record["train_loss"] for record in result.history[1:]]
+    assert losses[-1] < losses[0]
+    assert not torch.equal(plain[0].cores[0], other[0].cores[0])
+
+
+def test_training_gets_smaller_and_ends_without_lambda() -> None:
+    heard = Listener()
+    model = network()
+    result = train(model, validation=HELD_OUT, epochs=8, lr=3e-2, callbacks=[heard])
+    sizes = [record["parameters"] for record in result.history]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == count_parameters(model) < sizes[0] == result.start_parameters
+    assert [record["phase"] for record in result.history] == ["search"] * 9 + ["finetune"] * 2
+    assert result.history[-1]["validation"]["accuracy"] > 0.7
+    assert result.validation == result.history[-1]["validation"]
+    assert not any("lambda" in name for name in model.state_dict())
+    assert result.model is model
+    assert result.posterior is None
+    assert set(result.spectra["layers"]) == set(ranks(model)) == {"0", "3"}
+    for name, about in result.spectra["layers"].items():
+        assert about["kept"] == list(ranks(model)[name])
+        assert all(bond == sorted(bond, reverse=True) for bond in about["bonds"])
+    assert heard.calls[:2] == ["start", "epoch 0"]
+    assert heard.calls[-1] == "end"
+    assert heard.calls.count("cut") == len(heard.cuts) == 8  # after epochs 1 to 7, and the final one
+    assert heard.plan.num_data == 600
+    assert heard.plan.steps_per_epoch == 6
+
+
+def test_lambdas_and_ranks_are_in_the_history() -> None:
+    result = train()
+    first, last = result.history[0], result.history[-1]
+    assert first["ranks"] == {name: list(bonds) for name, bonds in result.start_ranks.items()}
+    assert [len(bond) for bond in first["lambdas"]["0"]] == first["ranks"]["0"]
+    assert last["lambdas"] == {}
+    values = [value for record in result.history for bonds in record["lambdas"].values() for b in bonds for value in b]
+    assert all(float(f"{value:.5g}") == value for value in values)
+    assert (first["prior_weight"], result.history[2]["prior_weight"], last["prior_weight"]) == (0.0, 1.0, 0.0)
+
+
+def test_a_model_without_factorised_weights_trains_with_a_normal_prior() -> None:
+    model = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
+    result = train(model, validation=HELD_OUT, epochs=6)
+    assert [record["phase"] for record in result.history] == ["train"] * 7
+    assert result.history[-1]["prior_weight"] == 1.0
+    assert result.history[-1]["validation"]["accuracy"] > 0.7
+    assert train(nn.Linear(24, 3), prior=False).history[-1]["prior_loss"] == 0.0
+
+
+def test_ranks_stay_without_a_search() -> None:
+    model = network()
+    before = ranks(model)
+    result = train(model, search=False)
+    assert ranks(model) == before
+    assert len(result.history) == 5
+    assert result.spectra == {}
+    assert not any("lambda" in name for name in model.state_dict())
+
+
+def test_the_generators_of_the_user_are_left_as_they_were() -> None:
+    one, other = network(), network()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    train(one, LOADER, seed=1)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.array_equal(np.random.get_state()[1], before[2])
+    torch.rand(7)
+    train(other, LOADER, seed=1)
+    assert_same_weights(one, other)
+
+
+# --- data, networks, likelihoods --------------------------------------------------------------------------------------
+
+
+def batches(size: int = 100) -> Iterator[tuple[Tensor, Tensor]]:
+    return iter(zip(TRAIN[0].split(size), TRAIN[1].split(size), strict=True))
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(x, y) for x, y in zip(*TRAIN, strict=True)])
+
+
+class Own:
+    """As `bayestrain.data.Images` is."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def batches(self, batch_size: int, *, shuffle: bool, generator: torch.Generator, device: Any) -> Any:
+        order = torch.randperm(600, generator=generator) if shuffle else torch.arange(600)
+        return ((TRAIN[0][i].to(device), TRAIN[1][i].to(device)) for i in order.split(batch_size))
+
+
+KINDS: dict[str, Any] = {
+    "loader": LOADER,
+    "dataset": TensorDataset(*TRAIN),
+    "iterable dataset": Endless(),
+    "tensors": TRAIN,
+    "list of tensors": list(TRAIN),
+    "batches": list(batches()),
+    "function": batches,
+    "own": Own(),
+    "loader of own batches": DataLoader(list(batches()), batch_size=None, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("data", KINDS.values(), ids=KINDS)
+def test_all_kinds_of_data_train(data: Any) -> None:
+    heard = Listener()
+    result = train(network(), data, data, epochs=3, lr=3e-2, callbacks=[heard])
+    assert result.history[-1]["train_loss"] < 0.8 * result.history[1]["train_loss"]
+    assert result.history[-1]["train_accuracy"] > 0.5
+    assert result.validation is not None
+    assert (heard.plan.num_data, heard.plan.steps_per_epoch) == (600, 6)
+
+
+def test_the_number_of_data_may_be_given() -> None:
+    heard = Listener()
+    train(data=batches, num_data=5000, callbacks=[heard])
+    assert heard.plan.num_data == 5000
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (batches(), "zip ends with the first. Pass the function that makes it"),
+        (map(abs, [1]), "map ends with the first"),
+        (3, "data must be a DataLoader, .* got a int"),
+        ([], "data has no data"),
+        (lambda: iter(()), "yielded no batch in this epoch"),
+        ([{"x": TRAIN[0], "y": TRAIN[1]}], r"must be a pair \(inputs, targets\) .* got a dict"),
+        ([(TRAIN[0], 3)], "got a tuple of Tensor, int"),
+        ((TRAIN[0][:10], TRAIN[1]), r"as many rows as one another, got \[10, 600\]"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_say_what_to_pass(data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(data=data)
+
+
+def test_an_iterable_that_ends_after_one_epoch_is_told() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.rest = batches()
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.rest
+
+    with pytest.raises(ConfigError, match="iterable once per epoch"):
+        train(data=Once(), num_data=600)
+
+
+def test_a_last_batch_of_one_datum_is_left_out() -> None:
+    model = network(norm=True)
+    heard = Listener()
+    train(model, tuple(t[:301] for t in TRAIN), epochs=2, finetune_epochs=1, callbacks=[heard])
+    assert heard.plan.steps_per_epoch == 3
+    assert int(model[1].num_batches_tracked) == 3 * 3
+
+
+def test_inputs_may_be_dicts_and_targets_real_numbers_in_double_precision() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.line = nn.Embedding(5, 8), TensorLinear(8 + 3, 1, max_rank=2)
+
+        def forward(self, inputs: dict[str, Any]) -> Tensor:
+            words = self.table(inputs["words"]).mean(1)
+            return self.line(torch.cat([words, inputs["more"][0]], 1)).squeeze(1)
+
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(5, (300, 4), generator=generator)
+    more = torch.randn(300, 3, generator=generator, dtype=torch.float64)
+    y = more.sum(1) + (words == 2).sum(1)
+    torch.manual_seed(0)
+    model = Sum().double()
+    data = ({"words": words, "more": (more, words)}, y)
+    result = fit(model, data, data, likelihood="regression", epochs=30, lr=3e-2, batch_size=50, progress=False)
+    assert result.validation["rmse"] < 0.2
+    assert result.history[-1]["train_accuracy"] is None
+    assert isinstance(result.likelihood, Regression)
+    assert float(result.likelihood.log_variance.detach().exp().sqrt()) < 0.4
+    assert model.line.cores[0].dtype == torch.float64
+
+
+def test_a_likelihood_may_be_a_function_or_a_module_with_parameters() -> None:
+    def laplace(outputs: Tensor, targets: Tensor) -> Tensor:
+        return -(outputs - targets).abs().sum(1)
+
+    x = torch.randn(200, 24)
+    result = train(network(), (x, x[:, :3]), (x, x[:, :3]), likelihood=laplace)
+    assert result.validation.keys() == {"log_likelihood"}
+    assert result.validation["log_likelihood"] > result.history[0]["validation"]["log_likelihood"]
+    with pytest.raises(ConfigError, match="likelihood must be"):
+        train(likelihood="poisson")
+
+
+def test_a_builder_makes_the_network() -> None:
+    result = train(network)
+    assert ranks(result.model) == ranks(train().model)
+    with pytest.raises(ConfigError, match="model must be a network, a function"):
+        train(lambda: 3)
+    with pytest.raises(ConfigError, match="model must be a network, a function"):
+        train(3)
+
+
+# --- optimisers -------------------------------------------------------------------------------------------------------
+
+
+def test_weight_decay_spares_the_cores_unless_it_is_asked_for() -> None:
+    seen: dict[bool, dict[str, float]] = {}
+    for decay_cores in (False, True):
+        model = network()
+        heard: list[Any] = []
+        original = torch.optim.AdamW.step
+
+        def step(self: Any, *args: Any, heard: list[Any] = heard, original: Any = original) -> Any:
+            heard.append(self)
+            return original(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", step)
+            train(model, optimizer="adamw", weight_decay=0.1, decay_cores=decay_cores, search=False)
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = heard[0].param_groups
+        seen[decay_cores] = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    cores = {name for name in seen[True] if ".cores." in name}
+    assert {name for name, decay in seen[False].items() if decay == 0} == cores
+    assert set(seen[True].values()) == {0.1}
+
+
+def test_an_optimiser_of_your_own_follows_the_schedule_in_proportion() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        few, many = named[:1], named[1:]
+        made.append(torch.optim.SGD([{"params": few, "lr": 1e-3}, {"params": many}], lr=1e-2, momentum=0.9))
+        return made[-1]
+
+    result = train(optimizer=make, schedule="step", milestones=(0.5,), lr=1.0, finetune_epochs=0)
+    assert result.history[-1]["lr"] == pytest.approx(0.1)
+    assert [group["lr"] for group in made[0].param_groups] == pytest.approx([1e-4, 1e-3])
+    with pytest.warns(DecayWarning, match="applies weight decay"):
+        train(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+    with pytest.raises(ConfigError, match="optimizer must be"):
+        train(optimizer="adan")
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def breaking(at: int, value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """A likelihood that is not finite at one step."""
+    calls = 0
+
+    def likelihood(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        found = -F.cross_entropy(outputs, targets, reduction="none")
+        return found * value if calls == at else found
+
+    return likelihood
+
+
+def test_a_loss_that_is_not_finite_names_epoch_step_term_and_layer() -> None:
+    with pytest.raises(TrainingError, match=r"epoch 3, step 2: the likelihood loss is nan.* weights are those of '\d") as error:
+        train(likelihood=breaking(14, math.nan))
+    assert "smaller lr" in str(error.value)
+    with pytest.raises(TrainingError, match=r"epoch 1, step 1: the likelihood loss is inf"):
+        train(likelihood=breaking(1, math.inf))
+
+    class Broken(FactorizedWeight):
+        pass
+
+    model = network(dropout=0.0)
+    with torch.no_grad():
+        model[3].bias.fill_(1e25)  # its square is infinite
+    with pytest.raises(TrainingError, match=r"'3\.bias' has values that are not finite"):
+        train(model)
+
+
+def test_a_diverged_run_never_ends_in_an_error_of_a_decomposition() -> None:
+    """Whatever comes first, the alignment, a cut or the final one: weights are checked before they are decomposed."""
+    for options in ({"prior": PriorConfig(align_every=1, warmup_epochs=0)}, {"compact_every": 0}, {"epochs": 1}):
+        with pytest.raises(TrainingError, match="diverged at epoch"):
+            train(lr=1e30, optimizer="sgd", **options)
+
+
+def test_buffers_may_be_infinite_from_the_start() -> None:
+    model = network()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    model.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
+    assert len(train(model).history) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"particles": 0}, r"posterior\.particles must be an integer at least 1, got 0"),
+        ({"particles": -3}, "got -3"),
+        ({"particles": 2}, "2 particles need as many networks: pass the function that builds one"),
+        ({"epocs": 3}, 'no setting "epocs". Did you mean "epochs"'),
+        ({"nonsense": 3}, 'no setting "nonsense"'),
+        ({"epochs": 0}, r"fit\.epochs must be an integer at least 1, got 0"),
+        ({"resume": True}, "needs folder="),
+        ({"target_ratio": 5.0, "search": False}, r"fit\.target_ratio needs factorised weights"),
+        ({"target_ratio": 5.0, "target_parameters": 100}, "A run has one target"),
+        ({"target_accuracy": 0.9}, "needs validation data"),
+        ({"kernel": "imq", "method": "ensemble"}, r"posterior\.kernel is for method svgd only"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_changes(changes: dict[str, Any], message: str) -> None:
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        train(model, **changes)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_settings_may_come_as_a_config_that_single_ones_change() -> None:
+    config = FitConfig(epochs=2, finetune_epochs=1, lr=1e-2)
+    assert len(fit(network(), TRAIN, config=config, epochs=1, progress=False).history) == 3
+
+
+# --- surroundings -----------------------------------------------------------------------------------------------------
+
+
+def test_small_networks_take_one_thread_and_leave_the_others_as_they_were() -> None:
+    seen: list[int] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for model, threads, wanted in (
+            (nn.Sequential(Look(), nn.Linear(24, 3)), 0, 1),
+            (nn.Sequential(Look(), nn.Linear(24, 3)), 2, 2),
+            (nn.Sequential(Look(), nn.Linear(24, 3), nn.Conv2d(1, 1, 1)), 0, 2),
+            (nn.Sequential(Look(), nn.Linear(24, 50_000), nn.Linear(50_000, 3)), 0, 2),
+        ):
+            seen.clear()
+            if isinstance(model[-1], nn.Conv2d):
+                model.forward = lambda x, model=model: model[1](model[0](x))  # type: ignore[method-assign]
+            train(model, tuple(t[:100] for t in TRAIN), epochs=1, threads=threads)
+            assert set(seen) == {wanted}
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_progress_shows_likelihood_and_prior_apart_with_accuracy_size_and_time_left() -> None:
+    out = io.StringIO()
+    train(validation=HELD_OUT, callbacks=[ProgressPrinter(every=0.0, file=out)])
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("training on 600 data for 6 epochs: ")
+    assert [line.split()[1] for line in lines if line.startswith("epoch ")] == [f"{k}/6" for k in range(7)]
+    line = next(line for line in lines if line.startswith("epoch 3/6 (search)"))
+    for part in ("likelihood loss ", "prior loss ", "train ", "validation ", " parameters (", "x smaller)", " left"):
+        assert part in line
+    assert "left" not in lines[-1] or not lines[-1].startswith("epoch 6/6")
+
+
+def test_progress_is_throttled_but_shows_phases_and_the_end() -> None:
+    out = io.StringIO()
+    train(epochs=10, callbacks=[ProgressPrinter(every=3600.0, file=out)])
+    epochs = [line.split()[1:3] for line in out.getvalue().splitlines() if line.startswith("epoch ")]
+    assert epochs == [["0/12", "(search)"], ["11/12", "(finetune)"], ["12/12", "(finetune)"]]
+
+
+def test_callbacks_may_have_any_of_the_methods() -> None:
+    class Only:
+        epochs = 0
+
+        def on_epoch(self, record: Any) -> None:  # noqa: ARG002
+            self.epochs += 1
+
+    only = Only()
+    train(callbacks=[only, object()])
+    assert only.epochs == 7
+
+
+def test_memory_of_a_trained_network_is_that_of_its_size() -> None:
+    result = train(epochs=8)
+    assert sum(weight.numel for weight in factorized_weights(result.model).values()) < dense_parameters(result.model)
+    assert SHORT["progress"] is False
+    assert classes(3)[0].shape == (3, 24)

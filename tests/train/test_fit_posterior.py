@@ -1,0 +1,187 @@
+"""`fit` with several particles: the same loop, exact resuming, broken particles, what comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, network, train, without_seconds
+from torch import Tensor, nn
+
+from bayestrain.errors import ConfigError, Interrupted, TrainingError
+from bayestrain.nn import TensorizeConfig, ranks, tensorize_
+from bayestrain.posterior import Posterior, RegressionPrediction, around, independent
+
+
+def build() -> nn.Module:
+    model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+    tensorize_(model, TensorizeConfig(max_rank=6))
+    return model
+
+
+def posterior(**options: Any) -> Any:
+    return train(build, **{"validation": HELD_OUT, "particles": 3, "lr": 3e-2, **options})
+
+
+def assert_same(one: Posterior, other: Posterior) -> None:
+    for group in ("particles", "carried"):
+        for name, tensor in getattr(one, group).items():
+            assert torch.equal(getattr(other, group)[name], tensor), name
+
+
+@pytest.mark.parametrize("method", ["svgd", "ensemble", "sgld"])
+def test_every_method_trains_and_its_ranks_shrink(method: str) -> None:
+    heard = Listener()
+    temperature = {"temperature": 1e-3} if method == "sgld" else {}
+    result = posterior(method=method, clip_norm=1.0, callbacks=[heard], **temperature)
+    losses = [record["train_loss"] for record in result.history[1:]]
+    assert losses[-1] < losses[0]
+    assert len(result.posterior) == heard.plan.particles == 3
+    assert result.history[-1]["parameters"] < result.history[0]["parameters"]
+    assert result.model is result.posterior.template
+    assert [record["phase"] for record in result.history] == ["search"] * 5 + ["finetune"] * 2
+    last = result.history[-1]
+    assert last["particles"] == 3
+    assert {"bandwidth", "kernel_mass", "spread", "effective_particles"} <= last["diagnostics"].keys()
+    assert last["validation"]["log_likelihood"] >= last["validation"]["mean_log_likelihood"]
+    assert last["validation"]["accuracy"] > 0.7
+    assert last["prior_weight"] == 1.0  # Normal, at fixed ranks
+    lambdas = result.history[0]["lambdas"]["0"]
+    assert [len(bond) for bond in lambdas] == list(result.start_ranks["0"])
+    assert all(bond == sorted(bond, reverse=True) for bond in lambdas)
+    own = result.own_ranks["0"]
+    assert [len(bond) for bond in own] == [3] * len(result.start_ranks["0"])
+
+
+def test_more_options_of_a_posterior() -> None:
+    plain, chunked = (posterior(chunk=chunk, epochs=1, finetune_epochs=0) for chunk in (3, 2))
+    other = posterior(kernel="imq", optimizer="muon", precision="bf16")
+    for name, tensor in plain.posterior.particles.items():
+        torch.testing.assert_close(chunked.posterior.particles[name], tensor, rtol=1e-3, atol=1e-3)
+    cores, rest = other.posterior.method.optimizer.param_groups
+    assert (cores["orthogonal"], cores["stacked"], rest["orthogonal"]) == (True, True, False)
+    named = {f"model.{name}" for name, _ in build().named_parameters() if ".cores." in name}
+    assert set(cores["param_names"]) == named
+    assert other.history[-1]["train_loss"] < other.history[1]["train_loss"]
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+@pytest.mark.parametrize("method", ["svgd", "sgld"])
+def test_interrupted_and_resumed_is_bit_identical(method: str, stop: int, tmp_path: Path) -> None:
+    whole = posterior(method=method)
+    with pytest.raises(Interrupted):
+        posterior(method=method, folder=tmp_path, callbacks=[StopAfter(stop)])
+    parts = posterior(method=method, folder=tmp_path, resume=True)
+    assert_same(parts.posterior, whole.posterior)
+    assert (parts.own_ranks, parts.spectra) == (whole.own_ranks, whole.spectra)
+    assert without_seconds(parts.history) == without_seconds(whole.history)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_posterior_trains_to_a_size(every: int) -> None:
+    result = posterior(target_parameters=300, compact_every=every, compact_tol=1e-3, round_tol=1e-3, epochs=5)
+    assert 240 < result.posterior.parameters_each <= 300
+    assert bool(result.own_ranks)
+    exact = posterior(target_accuracy=0.5, epochs=8)
+    assert exact.posterior.parameters_each < 500
+    assert exact.validation["accuracy"] > 0.4
+
+
+def test_fixed_ranks_stay_as_they_are() -> None:
+    start = network()
+    before = ranks(start)
+    result = train(around(start, 3), search=False)
+    assert result.posterior.ranks == before
+    assert [record["phase"] for record in result.history] == ["train"] * 5
+    assert (result.own_ranks, result.spectra) == ({}, {})
+
+
+def test_networks_without_factorised_weights_and_regression(tmp_path: Path) -> None:
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True)
+    options = {"likelihood": "regression", "lr": 5e-2, "epochs": 30, "batch_size": 50, "folder": tmp_path}
+    result = train(lambda: nn.Linear(4, 1), (x, y), (x, y), particles=4, **options)
+    assert result.validation["rmse"] < 0.3
+    assert isinstance(result.posterior.predict(x), RegressionPrediction)
+    assert result.history[-1]["train_accuracy"] is None
+
+
+def test_a_likelihood_that_says_nothing_of_predictions_trains() -> None:
+    result = posterior(likelihood=lambda outputs, y: -F.cross_entropy(outputs, y, reduction="none"))
+    assert result.validation == {}
+    assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
+
+
+# --- broken particles -------------------------------------------------------------------------------------------------
+
+
+def test_a_particle_that_breaks_is_dropped_and_named(tmp_path: Path) -> None:
+    heard = Listener()
+    models = independent(build, 4)
+    with torch.no_grad():
+        models[1].get_parameter("4.bias").fill_(math.nan)
+    result = train(models, folder=tmp_path, callbacks=[heard])
+    assert len(result.posterior) == 3
+    assert "particles [1] have values that are not finite and were dropped; 3 are left" in heard.messages
+    assert result.history[-1]["particles"] == 3
+    resumed = train(independent(build, 4), folder=tmp_path, resume=True)
+    assert_same(resumed.posterior, result.posterior)
+    with torch.no_grad():
+        for model in models[1:]:
+            model.get_parameter("4.bias").fill_(math.nan)
+    with pytest.raises(TrainingError, match="3 of 4 particles have values that are not finite"):
+        train(models)
+
+
+def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_finite() -> None:
+    models = independent(build, 3)
+    with torch.no_grad():
+        for core in models[1].get_submodule("4").cores:
+            core.mul_(1e18)
+    result = train(models)
+    assert len(result.posterior) == 2
+    assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
+
+
+def test_a_posterior_that_diverges_is_a_training_error() -> None:
+    with pytest.raises(TrainingError):
+        posterior(validation=None, lr=1e30, optimizer="sgd")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior": False}, "prior=False is for one network, not for 3 particles"),
+        ({"accumulate": 2}, r"fit\.accumulate is for one network.* Use chunk="),
+        ({"precision": "fp16"}, r'"fp16" is for one network.* Use "bf16"'),
+        ({"model": [network(), network()]}, "There are 2 networks for 3 particles"),
+        ({"temperature": 0.5}, r"posterior\.temperature is for method sgld only"),
+        ({"method": "svdg"}, 'Did you mean "svgd"'),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(**{"model": build, "particles": 3, **options})
+
+
+def test_batch_norm_of_particles_is_estimated_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    refresh = Posterior.refresh_statistics
+
+    def counted(self: Posterior, batches: Iterable[Tensor]) -> None:
+        parts = list(batches)
+        seen.extend(len(part) for part in parts)
+        refresh(self, parts)
+
+    monkeypatch.setattr(Posterior, "refresh_statistics", counted)
+    posterior()
+    assert seen == [100] * 6
+    assert len(TRAIN[1]) == 600

@@ -1,0 +1,171 @@
+"""`RunFolder`: one process at a time, nothing overwritten by accident, no symbolic link followed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bayestrain.errors import ConfigError, TrainingError
+from bayestrain.train.folder import FILES, RunFolder, read_json
+
+
+def begun(path: Path) -> Path:
+    with RunFolder(path) as folder:
+        folder.save_checkpoint({"epoch": 1})
+    return path
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path: Path) -> None:
+    run = begun(tmp_path / "a" / "run")
+    (run / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="already holds a run. Resume it, overwrite it, or choose another"):
+        RunFolder(run)
+    with RunFolder(run, resume=True) as folder:
+        assert folder.load_checkpoint()[0]["epoch"] == 1
+        folder.finish({"accuracy": 1.0})
+        assert folder.finished
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunFolder(run)
+    with RunFolder(run, overwrite=True) as folder:
+        assert not folder.holds_run
+    assert sorted(file.name for file in run.iterdir()) == [".lock", "notes.txt"]
+    with pytest.raises(ConfigError, match="either resumed or overwritten"):
+        RunFolder(run, resume=True, overwrite=True)
+
+
+def test_what_was_stopped_before_its_first_checkpoint_is_begun_again(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.write_json("environment.json", {"earlier": []})
+    (tmp_path / ".history.jsonl.0123.partial").write_text("half of it")
+    with RunFolder(tmp_path):
+        assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        RunFolder(tmp_path, resume=True)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"Cannot write to .*file/run: Not a directory"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from bayestrain.train.folder import RunFolder
+with RunFolder(sys.argv[1]) as folder:
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_is_told_the_first_ones_number(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        for options in ({}, {"overwrite": True}):
+            with pytest.raises(ConfigError, match=rf"in use by process {first.pid} on .*\. Wait until that ends"):
+                RunFolder(tmp_path, **options)
+    finally:
+        first.kill()
+        first.communicate()
+    with RunFolder(tmp_path):  # a killed process leaves no lock
+        pass
+
+
+def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
+    with RunFolder(tmp_path), pytest.raises(ConfigError, match="in use by process"):
+        RunFolder(tmp_path)
+    RunFolder(tmp_path).close()
+
+
+# --- symbolic links ---------------------------------------------------------------------------------------------------
+
+
+def test_overwriting_removes_links_and_never_what_they_lead_to(tmp_path: Path) -> None:
+    other, run = begun(tmp_path / "other"), begun(tmp_path / "run")
+    (other / "sub").mkdir()
+    (other / "sub" / "file").write_text("theirs")
+    for name, target in (("model.json", other / CHECKPOINT), ("report.html", other / "sub"), ("extra", other / "sub")):
+        (run / name).symlink_to(target)
+    with RunFolder(run, overwrite=True):
+        pass
+    assert sorted(file.name for file in run.iterdir()) == [".lock", "extra"]
+    assert (other / CHECKPOINT).exists()
+    assert (other / "sub" / "file").read_text() == "theirs"
+
+
+CHECKPOINT = "checkpoint.pt"
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    other = begun(tmp_path / "other")
+    (tmp_path / "run").symlink_to(other)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ConfigError, match=rf"symbolic link. Name the folder it leads to, {other}"):
+            RunFolder(tmp_path / "run", **options)
+    assert (other / CHECKPOINT).exists()
+
+
+def test_writing_never_follows_a_planted_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    with RunFolder(run) as folder:
+        for name in FILES:
+            (run / name).symlink_to(victim)
+        folder.write_json("result.json", {})
+        (run / CHECKPOINT).unlink()
+        folder.save_checkpoint({"epoch": 1})
+        folder.start_history()
+        folder.append_history({"epoch": 0})
+        (run / "history.jsonl").unlink()
+        (run / "history.jsonl").symlink_to(victim)
+        with pytest.raises(OSError, match=r"history\.jsonl"):
+            folder.append_history({"epoch": 1})
+    assert victim.read_text() == "precious"
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(victim)
+    with pytest.raises(ConfigError, match="Cannot write to"):
+        RunFolder(run, overwrite=True)
+    assert victim.read_text() == "precious"
+
+
+def test_a_folder_in_the_place_of_a_file_is_left_alone(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    (run / "model.json").mkdir()
+    (run / "model.json" / "file").write_text("")
+    with RunFolder(run, overwrite=True):
+        pass
+    assert (run / "model.json" / "file").exists()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        for epoch in range(4):
+            folder.save_checkpoint({"epoch": epoch})
+        assert folder.load_checkpoint() == ({"epoch": 3, "format": 1}, "")
+        (tmp_path / CHECKPOINT).unlink()  # killed between two renames
+        assert folder.has_checkpoint
+        assert folder.load_checkpoint()[0]["epoch"] == 2
+
+
+def test_files_of_a_run_are_read_with_care(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    with pytest.raises(ConfigError, match="is missing: .* holds no finished run"):
+        read_json(file)
+    for content, message in (("{", "is damaged: Expecting"), ("[]", "holds no object"), ("{}", "has no accuracy")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_json(file, "accuracy")
+    file.write_text('{"accuracy": 1}')
+    assert read_json(file, "accuracy") == {"accuracy": 1}

@@ -1,0 +1,273 @@
+"""Checkpoints: a run that was stopped, or killed, and resumed ends in the very same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, network, train, without_seconds
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from bayestrain.errors import ConfigError, Interrupted, TrainingError
+from bayestrain.nn import count_parameters, ranks
+from bayestrain.train import PriorConfig, RunFolder
+from bayestrain.train.folder import FORMAT
+
+CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
+
+
+class Noisy(Dataset[Any]):
+    """Augments with the random numbers of Python and of NumPy."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> Any:
+        return TRAIN[0][index] + 0.1 * random.random() + 0.1 * np.random.rand(), TRAIN[1][index]
+
+
+def own_generator() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    return DataLoader(TensorDataset(*TRAIN), batch_size=100, shuffle=True, generator=generator)
+
+
+DATA = {
+    "tensors": lambda: TRAIN,
+    "loader": lambda: DataLoader(TensorDataset(*TRAIN), batch_size=100, shuffle=True),
+    "own generator": own_generator,
+    "augmented": lambda: DataLoader(Noisy(), batch_size=100, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 5])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": optimizer, "validation": HELD_OUT}
+    whole = network(norm=True)
+    expected = train(whole, **options)
+    with pytest.raises(Interrupted, match=rf"epoch {stop} .*--resume.*resume=True") as stopped:
+        train(network(norm=True), folder=tmp_path, callbacks=[StopAfter(stop)], **options)
+    assert stopped.value.folder == str(tmp_path)
+    torch.rand(7)  # another program's use of the global generator does not matter
+    model = network(norm=True)
+    result = train(model, folder=tmp_path, resume=True, **options)
+    assert_same_weights(model, whole)
+    assert without_seconds(result.history) == without_seconds(expected.history)
+    assert (result.spectra, result.start_ranks) == (expected.spectra, expected.start_ranks)
+    on_disk = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert on_disk == result.history
+    assert json.loads((tmp_path / "spectra.json").read_text()) == json.loads(json.dumps(result.spectra))
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_the_order_of_the_data_and_their_augmentation_are_resumed(kind: str, tmp_path: Path) -> None:
+    whole, model = network(), network()
+    train(whole, DATA[kind]())
+    with pytest.raises(Interrupted):
+        train(network(), DATA[kind](), folder=tmp_path, callbacks=[StopAfter(2)])
+    train(model, DATA[kind](), folder=tmp_path, resume=True)
+    assert_same_weights(model, whole)
+
+
+@pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"accumulate": 2, "clip_norm": 0.5}, {"search": False}], ids=str)
+def test_every_state_of_the_loop_is_resumed(changes: dict[str, Any], tmp_path: Path) -> None:
+    whole, model = network(), network()
+    train(whole, **changes)
+    with pytest.raises(Interrupted):
+        train(network(), folder=tmp_path, callbacks=[StopAfter(2)], **changes)
+    train(model, folder=tmp_path, resume=True, **changes)
+    assert_same_weights(model, whole)
+
+
+def test_the_network_that_was_interrupted_may_be_trained_further(tmp_path: Path) -> None:
+    """As in a notebook, where it has been cut already."""
+    whole, model = network(), network()
+    train(whole)
+    with pytest.raises(Interrupted):
+        train(model, folder=tmp_path, callbacks=[StopAfter(5)])
+    assert count_parameters(model) < count_parameters(network())
+    train(model, folder=tmp_path, resume=True)
+    assert_same_weights(model, whole)
+
+
+def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> None:
+    whole, model, heard = network(), network(), Listener()
+    train(whole, checkpoint_every=3)
+    with pytest.raises(Interrupted, match="epoch 0"):
+        train(network(), folder=tmp_path, callbacks=[StopAfter(2)], checkpoint_every=3)
+    result = train(model, folder=tmp_path, resume=True, checkpoint_every=2, callbacks=[heard])  # may be another
+    assert heard.calls[1] == "epoch 1"
+    assert [record["epoch"] for record in result.history] == list(range(7))
+    assert_same_weights(model, whole)
+
+
+def test_a_finished_run_resumes_to_its_end(tmp_path: Path) -> None:
+    model, again = network(), network()
+    train(model, folder=tmp_path)
+    result = train(again, folder=tmp_path, resume=True)
+    assert_same_weights(again, model)
+    assert len(result.history) == 7
+
+
+def test_ctrl_c_without_a_folder_is_a_keyboard_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(callbacks=[StopAfter(1)])
+
+
+def test_a_folder_is_resumed_with_the_same_settings_and_never_overwritten(tmp_path: Path) -> None:
+    train(folder=tmp_path, epochs=1, finetune_epochs=1)
+    checkpoint, fresh = (tmp_path / CHECKPOINT).read_bytes(), network()
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    same: dict[str, Any] = {"epochs": 1, "finetune_epochs": 1, "folder": tmp_path}
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(fresh, **same)
+    for changes, message in (
+        ({"lr": 1e-4}, r"fit\.lr was 0\.01, now 0\.0001"),
+        ({"seed": 3}, "seed was 0, now 3"),
+        ({"prior": PriorConfig(weight=0.5)}, r"prior\.weight was 1\.0, now 0\.5"),
+        ({"prior": False}, r"prior\.a was 1\.0, now None"),
+        ({"data": tuple(t[:500] for t in TRAIN)}, "num_data was 600, now 500"),
+        ({"model": [network(), network()]}, r"posterior\.particles was 1, now 2"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot be resumed with other settings: .*{message}"):
+            train(**{"model": fresh, **same, "resume": True, **changes})
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        train(fresh, folder=tmp_path / "mistyped", resume=True)
+    assert not (tmp_path / "mistyped").exists()
+    assert (tmp_path / CHECKPOINT).read_bytes() == checkpoint
+    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
+    whole, model, heard = network(), network(), Listener()
+    train(whole)
+    with pytest.raises(Interrupted):
+        train(network(), folder=tmp_path, callbacks=[StopAfter(3)])
+    data = bytearray((tmp_path / CHECKPOINT).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / CHECKPOINT).write_bytes(data)
+    result = train(model, folder=tmp_path, resume=True, callbacks=[heard])
+    assert heard.messages[0] == (
+        f"{tmp_path / CHECKPOINT} is damaged: its checksum does not match. Resuming from {tmp_path / PREVIOUS}."
+    )
+    assert heard.calls[:3] == ["start", "cut", "epoch 3"]
+    assert [record["epoch"] for record in result.history] == list(range(7))
+    assert_same_weights(model, whole)
+
+
+def test_without_a_good_checkpoint_all_damaged_ones_are_named(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(folder=tmp_path, callbacks=[StopAfter(2)])
+    for name in (CHECKPOINT, PREVIOUS):
+        (tmp_path / name).write_bytes(b"not a checkpoint")
+    with pytest.raises(TrainingError, match=rf"{CHECKPOINT}, .*{PREVIOUS}.*checksums do not match.*[Oo]verwrite"):
+        train(folder=tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr("bayestrain.train.folder.FORMAT", FORMAT + 1)
+        train(folder=tmp_path, epochs=1)
+    with pytest.raises(TrainingError, match="another version"):
+        train(folder=tmp_path, epochs=1, resume=True)
+
+
+def test_a_step_that_breaks_the_weights_is_never_saved(tmp_path: Path) -> None:
+    """The loss of an epoch's last step is finite, but the step itself leaves the numbers."""
+    with pytest.raises(TrainingError, match=rf"epoch 1.*The checkpoint of epoch 0 is in {tmp_path}"):
+        train(folder=tmp_path, batch_size=600, lr=1e30, optimizer="sgd")
+    with RunFolder(tmp_path, resume=True) as folder:
+        saved, _ = folder.load_checkpoint()
+    assert saved["epoch"] == 0
+    assert all(torch.isfinite(value).all() for value in saved["subject"]["model"].values())
+    for line in (tmp_path / "history.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_line_of_history_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    model, whole = network(), network()
+    train(whole)
+    with pytest.raises(Interrupted):
+        train(network(), folder=tmp_path, callbacks=[StopAfter(3)])
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"epoch": 4}\n{"epo')
+    result = train(model, folder=tmp_path, resume=True)
+    assert [record["epoch"] for record in result.history] == list(range(7))
+    (tmp_path / "history.jsonl").write_text('{"epoch": 0}\n{"epo\n{"epoch": 2}\n')
+    with pytest.raises(TrainingError, match="line 2, is damaged. Remove the line"):
+        train(network(), folder=tmp_path, resume=True)
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {kit!r})
+from fit_kit import network, train
+import torch
+torch.set_num_threads(1)
+from bayestrain.train import RunFolder
+from pathlib import Path
+folder = Path({folder!r})
+model = network(norm=True)
+train(model, folder=folder, resume=(folder / "checkpoint.pt").exists(), epochs=40, finetune_epochs=20)
+torch.save(model.state_dict(), folder / "weights.pt")
+"""
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    script = SCRIPT.format(kit=str(Path(__file__).parent), folder=str(folder))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE)
+
+
+def epochs(folder: Path) -> int:
+    history = folder / "history.jsonl"
+    return len(history.read_text().splitlines()) if history.exists() else 0
+
+
+@pytest.mark.slow
+def test_killed_at_random_times_the_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    process = start(whole)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
+    draw, reached = random.Random(0), []
+    for kill in range(5):
+        folder, lines = tmp_path / f"run{kill}", draw.randint(1, 60)
+        process = start(folder)
+        while epochs(folder) < lines:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.03))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        reached.append(epochs(folder))
+        process = start(folder)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()
+        one, other = (torch.load(place / "weights.pt", weights_only=True) for place in (folder, whole))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items()), (kill, reached)
+    assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"
+
+
+def test_the_run_that_was_killed_really_cut_ranks() -> None:
+    """Otherwise the tests above would say nothing about cores that change their shapes."""
+    result = train(network(norm=True))
+    assert len({record["parameters"] for record in result.history}) > 2
+    assert isinstance(result.model, nn.Module)
+    assert ranks(result.model) != result.start_ranks

@@ -1,0 +1,221 @@
+"""Training to a budget: a size or an accuracy; cuts on the way, the end of the search, messages, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, classes, network, train
+from torch import nn
+
+from bayestrain.errors import ConfigError, Interrupted
+from bayestrain.nn import TensorizeConfig, count_parameters, dense_parameters, ranks, tensorize_
+from bayestrain.train import FitConfig, PriorConfig
+from bayestrain.train.schedule import learning_rate, wanted_parameters
+
+WEAK, STRONG = PriorConfig(weight=0.01, warmup_epochs=1), PriorConfig(weight=3.0, warmup_epochs=1, align_every=4)
+SLOW: dict[str, Any] = {"prior": WEAK, "compact_tol": 1e-3, "round_tol": 1e-3}
+FLOOR: dict[str, Any] = {
+    "validation": HELD_OUT, "prior": WEAK, "epochs": 16, "lr": 3e-2, "compact_tol": 1e-3, "round_tol": 1e-3,
+    "compact_from": 3, "compact_every": 1, "finetune_epochs": 3,
+}  # fmt: skip
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 96), nn.ReLU(), nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 3))
+    tensorize_(model, TensorizeConfig(max_rank=12))
+    return model
+
+
+DENSE = dense_parameters(wide())
+
+
+# --- a size -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("target", [{"target_ratio": 8.0}, {"target_parameters": DENSE // 8}], ids=str)
+def test_training_ends_at_the_size_it_was_given(target: dict[str, Any], every: int) -> None:
+    model, heard = wide(), Listener()
+    train(model, **SLOW, **target, epochs=6, compact_every=every, callbacks=[heard])
+    size = count_parameters(model)
+    assert 0.8 * DENSE / 8 < size <= DENSE / 8
+    (text,) = [text for text in heard.messages if text.startswith("cut to")]
+    assert f"cut to {DENSE / size:.4g}x smaller than dense; no cut changed a weight by more than" in text
+    assert not any("no rank moved" in text for text in heard.messages)
+
+
+def test_the_size_on_the_way_shrinks_by_the_same_factor() -> None:
+    config = FitConfig(epochs=22, compact_from=2.0)
+    assert [wanted_parameters(config, epoch, 6400, 100) for epoch in (0, 2)] == [6400, 6400]
+    falling = [wanted_parameters(config, epoch, 64_000, 1000) for epoch in (5, 6, 7)]
+    assert falling[1] / falling[0] == pytest.approx(falling[2] / falling[1], rel=1e-3)
+    assert falling[1] < falling[0]
+    assert [wanted_parameters(config, epoch, 6400, 100) for epoch in (17.6, 22)] == [100, 100]
+
+
+def test_ranks_fall_little_by_little_towards_a_target() -> None:
+    result = train(wide(), **SLOW, epochs=10, target_ratio=8.0, finetune_epochs=0)
+    assert len({record["parameters"] for record in result.history}) > 3
+
+
+@pytest.mark.parametrize("finetune_lr", [0.0, 4e-3])
+def test_a_search_that_has_reached_its_target_is_over(finetune_lr: float) -> None:
+    """A strong prior would go far beyond it; the epochs that are left go into fine-tuning at just that size."""
+    free, model, heard = wide(), wide(), Listener()
+    options: dict[str, Any] = {"prior": STRONG, "epochs": 12, "compact_from": 2, "lr": 2e-2, "finetune_lr": finetune_lr}
+    train(free, **options)
+    assert count_parameters(free) < 0.8 * DENSE / 5
+    result = train(model, **options, target_ratio=5.0, callbacks=[heard])
+    size = count_parameters(model)
+    assert 0.85 * DENSE / 5 < size <= DENSE / 5
+    phases = [record["phase"] for record in result.history]
+    started = phases.index("finetune")
+    assert started < 12
+    assert phases == ["search"] * started + ["finetune"] * (15 - started)
+    assert {record["parameters"] for record in result.history[started:]} == {size}
+    assert f"the search ended after {started - 1} epochs; the other {15 - started} are fine-tuning" in heard.messages
+    rates = [record["lr"] for record in result.history[started:]]
+    assert rates == sorted(rates, reverse=True)
+    assert not finetune_lr or rates[0] < 4e-3 < result.history[started - 1]["lr"]
+
+
+def test_empty_ranks_stay_where_the_target_has_room_for_them() -> None:
+    model, smallest = wide(), wide()
+    for one in (model, smallest):
+        with torch.no_grad():
+            for name, parameter in one.named_parameters():
+                if ".cores." in name:
+                    parameter.mul_(0.05 ** torch.arange(parameter.shape[-1]))
+    options: dict[str, Any] = {"prior": WEAK, "epochs": 3, "lr": 1e-9, "compact_tol": 0.02, "round_tol": 0.02}
+    train(smallest, **options)
+    assert count_parameters(smallest) < 0.6 * DENSE / 5
+    result = train(model, **options, target_ratio=5.0)
+    assert [record["phase"] for record in result.history] == ["search"] * 2 + ["finetune"] * 4
+    assert 0.7 * DENSE / 5 < count_parameters(model) <= DENSE / 5
+
+
+@pytest.mark.parametrize("stop", [3, 7])
+@pytest.mark.parametrize("options", [{**SLOW, "target_ratio": 8.0}, {"prior": STRONG, "target_ratio": 4.0}], ids=str)
+def test_a_run_with_a_target_resumes_in_the_same_bits(stop: int, options: dict[str, Any], tmp_path: Path) -> None:
+    whole, model = wide(), wide()
+    options = {**options, "epochs": 6, "finetune_lr": 0.0}
+    expected = train(whole, **options)
+    with pytest.raises(Interrupted):
+        train(wide(), **options, folder=tmp_path, callbacks=[StopAfter(stop)])
+    result = train(model, **options, folder=tmp_path, resume=True)
+    assert result.spectra == expected.spectra
+    assert_same_weights(model, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_ratio": 1.2}, r"fit\.target_ratio 1\.2 asks for nothing: the network has [\d,]+ parameters to start"),
+        ({"target_ratio": 1000.0}, r"fit\.target_ratio 1000 is out of reach\. \d parameters are too few"),
+        ({"target_parameters": 20}, r"fit\.target_parameters 20 is out of reach\. 20 parameters are too few"),
+        ({"target_ratio": 0.5}, r"fit\.target_ratio must be above 1"),
+        ({"target_ratio": 10.0, "rule": "lambda"}, r'rule "lambda" cannot cut to fit\.target_ratio'),
+    ],
+)
+def test_a_target_that_makes_no_sense_is_refused_before_the_first_step(options: dict[str, Any], message: str) -> None:
+    model = wide()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        train(model, **options)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_network_that_has_reached_its_target_may_be_resumed(tmp_path: Path) -> None:
+    model = wide()
+    with pytest.raises(Interrupted):
+        train(model, target_ratio=8.0, folder=tmp_path, callbacks=[StopAfter(5)])
+    assert count_parameters(model) <= DENSE / 8
+    assert len(train(model, target_ratio=8.0, folder=tmp_path, resume=True).history) == 7
+
+
+# --- an accuracy ------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_network_that_holds_an_accuracy_is_found() -> None:
+    sizes = {}
+    for floor in (0.0, 0.8, 0.97):
+        model, heard = wide(), Listener()
+        result = train(model, **FLOOR, target_accuracy=floor, callbacks=[heard])
+        sizes[floor] = count_parameters(model)
+        if floor:
+            (text,) = [text for text in heard.messages if text.startswith("the smallest network with")]
+            held = [r["parameters"] for r in result.history[3:] if r["validation"]["accuracy"] >= floor]
+            assert min(held) >= sizes[floor]
+            assert result.validation["accuracy"] > floor - 0.03
+    assert sizes[0.8] < 0.5 * sizes[0.0]
+    assert sizes[0.8] < sizes[0.97]
+
+
+def test_training_returns_to_the_last_good_size_when_accuracy_does_not_recover() -> None:
+    """Here nothing can be learned after the first cut, so every later one is one too many."""
+    model, heard = wide(), Listener()
+    options = {**FLOOR, "epochs": 20, "lr": 3e-2, "schedule": "step", "milestones": (0.2,), "gamma": 1e-9}
+    result = train(model, **options, target_accuracy=0.9, callbacks=[heard])
+    assert result.validation["accuracy"] >= 0.9
+    kept = count_parameters(model)
+    sizes = [record["parameters"] for record in result.history]
+    assert min(sizes) < kept  # it went too far, and came back
+    (text,) = [text for text in heard.messages if text.startswith("the smallest network with")]
+    assert text == f"the smallest network with validation accuracy 90 % has {kept:,} parameters"
+    assert any("the search ended after" in text for text in heard.messages)
+
+
+def test_an_accuracy_out_of_reach_cuts_nothing_but_what_is_empty_and_says_so() -> None:
+    noise = torch.randint(3, (200,), generator=torch.Generator().manual_seed(0))
+    model, heard = wide(), Listener()
+    before = count_parameters(model)
+    options = {**FLOOR, "validation": (HELD_OUT[0], noise), "epochs": 8, "compact_tol": 0.0, "round_tol": 0.0}
+    train(model, **options, target_accuracy=0.9, callbacks=[heard])
+    assert any("no network whose ranks could be cut had fit.target_accuracy 90 %" in text for text in heard.messages)
+    assert count_parameters(model) == before
+
+
+def test_a_task_that_needs_no_rank_ends_with_every_rank_at_one() -> None:
+    x, _ = classes(300)
+    y = torch.zeros(300, dtype=torch.int64)
+    model = wide()
+    train(model, (x, y), **{**FLOOR, "validation": (x, y)}, target_accuracy=0.9)
+    assert {rank for bonds in ranks(model).values() for rank in bonds} == {1}
+
+
+@pytest.mark.parametrize("stop", [8, 17])
+def test_a_run_with_an_accuracy_resumes_in_the_same_bits(stop: int, tmp_path: Path) -> None:
+    whole, model = wide(), wide()
+    options = {**FLOOR, "target_accuracy": 0.93}
+    train(whole, **options)
+    with pytest.raises(Interrupted):
+        train(wide(), **options, folder=tmp_path, callbacks=[StopAfter(stop)])
+    train(model, **options, folder=tmp_path, resume=True)
+    assert_same_weights(model, whole)
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_rates_follow_their_schedules() -> None:
+    cosine = FitConfig(epochs=10, lr=1.0, lr_warmup_epochs=2, finetune_epochs=0)
+    assert [learning_rate(cosine, epoch) for epoch in (0, 5, 10)] == pytest.approx([0.0, 0.5, 0.0])
+    assert learning_rate(cosine, 1) == pytest.approx(0.5 * learning_rate(FitConfig(epochs=10, lr=1.0), 1))
+    step = FitConfig(epochs=10, lr=1.0, schedule="step", milestones=(0.5, 0.75), gamma=0.1)
+    assert [learning_rate(step, epoch) for epoch in (0, 4.9, 5, 7.5)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
+    assert learning_rate(FitConfig(epochs=10, lr=0.3, schedule="constant"), 7) == 0.3
+    tuned = FitConfig(epochs=10, finetune_lr=0.2, finetune_epochs=4)
+    assert [learning_rate(tuned, epoch) for epoch in (10, 12, 14)] == pytest.approx([0.2, 0.1, 0.0])
+    assert learning_rate(tuned, 9, search_ended=4) == pytest.approx(0.1)
+    through = FitConfig(epochs=10, lr=0.5, finetune_lr=0.0, finetune_epochs=10)
+    assert [learning_rate(through, epoch) for epoch in (0, 10, 20)] == pytest.approx([0.5, 0.25, 0.0])
+
+
+def test_the_data_can_be_learned() -> None:
+    """Otherwise the tests of accuracies would say nothing."""
+    result = train(wide(), TRAIN, HELD_OUT, epochs=12, lr=3e-2, prior=WEAK)
+    assert result.validation["accuracy"] > 0.95
