@@ -116,7 +116,7 @@ def _prepared(
     splits = data.load(name)
     held_out = PAPER["mnist" if name == "mnist" else "cifar10-cnn"].held_out
     train, validation = splits.train.split(held_out, seed=0)
-    scale = data.normalizer(splits.mean, splits.std) if normalize else None
+    scale = splits.normalize if normalize else None
     changes = [change for change in (before, scale, after) if change is not None]
 
     def prepare(x: Tensor) -> Tensor:
