@@ -35,9 +35,9 @@ def drawing() -> str:
         if not any(other in reached(between) for between in direct[room] - {other})
     ]
     return (
-        "# Rooms\n\nWhich room imports which, drawn by `tools/draw_rooms.py` from the imports there are. Arrows that a\n"
-        "longer path implies are left out, and so are `errors`, `files` and `tables`, which almost every room imports.\n"
-        "`perf` is imported by nobody: it plugs in at `nn/fast.py`.\n\n```mermaid\ngraph TD\n"
+        "# Rooms\n\nWhich room imports which, drawn by `tools/draw_rooms.py` from the imports there are. Arrows that\n"
+        "a longer path implies are left out, and so are `errors`, `files` and `tables`, which almost every room\n"
+        "imports. `perf` is imported by nobody: it plugs in at `nn/fast.py`.\n\n```mermaid\ngraph TD\n"
         + "\n".join(arrows)
         + "\n```\n"
     )

@@ -11,9 +11,9 @@
 #
 # ## The class
 #
-# `equation` gets the sizes of the modes; there may be any number of them, even one. `decompose` gets a tensor, a relative
-# error, and ranks that it must not exceed (one number, or one per bond). It keeps the dtype, computes half precision in
-# single, and refuses NaN: `checked_finite` does both.
+# `equation` gets the sizes of the modes; there may be any number of them, even one. `decompose` gets a tensor, a
+# relative error, and ranks that it must not exceed (one number, or one per bond). It keeps the dtype, computes half
+# precision in single, and refuses NaN: `checked_finite` does both.
 
 # %%
 from collections.abc import Sequence
@@ -39,9 +39,7 @@ class Tucker(Format):
         bond = [f"r{k}" for k in range(len(modes))]
         return Equation((tuple(bond), *zip(mode, bond, strict=True)), tuple(mode))
 
-    def decompose(
-        self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None
-    ) -> list[Tensor]:
+    def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
         """The higher-order SVD: each factor holds the leading left singular vectors of its unfolding."""
         exact, count = checked_finite(tensor), tensor.ndim
         caps = self.max_ranks(tensor.shape, max_rank)
@@ -99,19 +97,19 @@ print(bt.compact_(model, tol=0.2))
 # 1. Put the class into a file of its own in `src/bayestrain/formats/`.
 # 2. Name it in `FORMATS` in `src/bayestrain/formats/__init__.py`. From then on ``format="tucker"`` works by name, in
 #    saved files too.
-# 3. Run ``.venv/bin/pytest tests/formats tests/nn tests/prior tests/compact``. The kits are parametrised over `FORMATS`:
-#    they check decomposition, every layer and layout against its dense twin, the prior against finite differences,
-#    compaction with an optimiser's state, and files.
+# 3. Run ``.venv/bin/pytest tests/formats tests/nn tests/prior tests/compact``. The kits are parametrised over
+#    `FORMATS`: they check decomposition, every layer and layout against its dense twin, the prior against finite
+#    differences, compaction with an optimiser's state, and files.
 #
 # ## When the generic way is not enough
 #
 # Override a method of `Format` only where the format can do better:
 #
 # - `align(equation, cores)`: another gauge of the same tensor in which rank indices are as independent as they can be.
-#   The prior sees single indices, so this decides which ranks it finds. The generic way turns bonds between two cores to
-#   singular directions, and balances bonds that more cores share.
-# - `round(equation, cores, tol, max_rank)` and `rounds(equation)`: the smallest ranks for a tolerance. Generic for trees;
-#   without it ranks are cut by contribution and the cores are fitted again.
+#   The prior sees single indices, so this decides which ranks it finds. The generic way turns bonds between two cores
+#   to singular directions, and balances bonds that more cores share.
+# - `round(equation, cores, tol, max_rank)` and `rounds(equation)`: the smallest ranks for a tolerance. Generic for
+#   trees; without it ranks are cut by contribution and the cores are fitted again.
 # - `spectra(equation, cores)`: what a budget is spent by.
 # - `max_ranks(modes, max_rank)`: the largest useful rank of each bond.
 # - `splits`: whether layers split their sizes into several modes by default, as trains and rings do.

@@ -12,14 +12,7 @@ if TYPE_CHECKING:
     from bayestrain.app import data as data
     from bayestrain.compact import compact_
     from bayestrain.io import load, save
-    from bayestrain.nn import (
-        TensorConv2d,
-        TensorizeConfig,
-        TensorLinear,
-        count_parameters,
-        ranks,
-        tensorize_,
-    )
+    from bayestrain.nn import TensorConv2d, TensorizeConfig, TensorLinear, count_parameters, ranks, tensorize_
     from bayestrain.overview import summary
     from bayestrain.posterior import Posterior
     from bayestrain.prior import RankPrior

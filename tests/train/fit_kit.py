@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from bayestrain.nn import TensorizeConfig, tensorize_
 from bayestrain.train import Callback, FitResult, PriorConfig, fit
 
-
 torch.set_num_threads(1)  # the networks are tiny
 
 

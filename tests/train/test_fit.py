@@ -405,7 +405,9 @@ def breaking(at: int, value: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def test_a_loss_that_is_not_finite_names_epoch_step_term_and_layer() -> None:
-    with pytest.raises(TrainingError, match=r"epoch 3, step 2: the likelihood loss is nan.* weights are those of '\d") as error:
+    with pytest.raises(
+        TrainingError, match=r"epoch 3, step 2: the likelihood loss is nan.* weights are those of '\d"
+    ) as error:
         train(likelihood=breaking(14, math.nan))
     assert "smaller lr" in str(error.value)
     with pytest.raises(TrainingError, match=r"epoch 1, step 1: the likelihood loss is inf"):

@@ -21,7 +21,7 @@ def begun(path: Path) -> Path:
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path: Path) -> None:
     run = begun(tmp_path / "a" / "run")
     (run / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="already holds a run. Resume it, overwrite it, or choose another"):
+    with pytest.raises(ConfigError, match=r"already holds a run. Resume it, overwrite it, or choose another"):
         RunFolder(run)
     with RunFolder(run, resume=True) as folder:
         assert folder.load_checkpoint()[0]["epoch"] == 1
@@ -161,7 +161,7 @@ def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_files_of_a_run_are_read_with_care(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    with pytest.raises(ConfigError, match="is missing: .* holds no finished run"):
+    with pytest.raises(ConfigError, match=r"is missing: .* holds no finished run"):
         read_json(file)
     for content, message in (("{", "is damaged: Expecting"), ("[]", "holds no object"), ("{}", "has no accuracy")):
         file.write_text(content)

@@ -80,7 +80,9 @@ def test_the_order_of_the_data_and_their_augmentation_are_resumed(kind: str, tmp
     assert_same_weights(model, whole)
 
 
-@pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"accumulate": 2, "clip_norm": 0.5}, {"search": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"precision": "fp16"}, {"accumulate": 2, "clip_norm": 0.5}, {"search": False}], ids=str
+)
 def test_every_state_of_the_loop_is_resumed(changes: dict[str, Any], tmp_path: Path) -> None:
     whole, model = network(), network()
     train(whole, **changes)
@@ -208,7 +210,7 @@ def test_a_line_of_history_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> No
     result = train(model, folder=tmp_path, resume=True)
     assert [record["epoch"] for record in result.history] == list(range(7))
     (tmp_path / "history.jsonl").write_text('{"epoch": 0}\n{"epo\n{"epoch": 2}\n')
-    with pytest.raises(TrainingError, match="line 2, is damaged. Remove the line"):
+    with pytest.raises(TrainingError, match=r"line 2, is damaged. Remove the line"):
         train(network(), folder=tmp_path, resume=True)
 
 

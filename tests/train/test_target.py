@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, classes, network, train
+from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, classes, train
 from torch import nn
 
 from bayestrain.errors import ConfigError, Interrupted

@@ -23,14 +23,4 @@ def get(name: str | Format) -> Format:
     raise ConfigError(f"format must be one of {tuple(format.name for format in FORMATS)}, got {name!r}.")
 
 
-__all__ = [
-    "FORMATS",
-    "Equation",
-    "Format",
-    "TensorTrain",
-    "contract",
-    "contributions",
-    "dense",
-    "get",
-    "norm",
-]
+__all__ = ["FORMATS", "Equation", "Format", "TensorTrain", "contract", "contributions", "dense", "get", "norm"]

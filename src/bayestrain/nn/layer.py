@@ -90,11 +90,7 @@ class TensorLayer(nn.Module, ABC):
 
     @classmethod
     def like(
-        cls,
-        dense: Any,
-        max_rank: int | Sequence[int] = DEFAULT_RANK,
-        init: str = "he",
-        **folding: Unpack[Folding],
+        cls, dense: Any, max_rank: int | Sequence[int] = DEFAULT_RANK, init: str = "he", **folding: Unpack[Folding]
     ) -> Self:
         """A layer with the shape, settings, device, dtype and bias of a dense one, and random cores."""
         how = cls._folding(dense, **folding)
@@ -102,11 +98,7 @@ class TensorLayer(nn.Module, ABC):
 
     @classmethod
     def from_dense(
-        cls,
-        dense: Any,
-        max_rank: int | Sequence[int] | None = None,
-        tol: float = 0.0,
-        **folding: Unpack[Folding],
+        cls, dense: Any, max_rank: int | Sequence[int] | None = None, tol: float = 0.0, **folding: Unpack[Folding]
     ) -> Self:
         """The dense layer with its own weight decomposed, to relative error `tol` and at most `max_rank`.
 

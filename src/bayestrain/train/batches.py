@@ -41,6 +41,7 @@ class Batches:
         if isinstance(data, Dataset) and not hasattr(data, "batches"):
             data = DataLoader(data, batch_size, shuffle=shuffle and not isinstance(data, IterableDataset))
         self.name, self.device, self.batch_size, self.shuffle = name, device, batch_size, shuffle
+        self.data: Any = data
         self._rows, self._leaves_one = 0, False
         """Whether the last batch would be a single datum, from which batch norm learns nothing: it is left out."""
         self.num_data: int | None = None
@@ -48,7 +49,7 @@ class Batches:
         """Both None until `count`, if only a pass can tell."""
         if hasattr(data, "batches"):
             self.data, self._passes = data.to(device) if hasattr(data, "to") else data, self._own_batches
-            self._known(len(data))
+            self._known(len(self.data))
         elif isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor):
             self.data, self._passes = moved(data, device), self._tensors
             sizes = {len(tensor) for tensor in tensors(data)}
@@ -57,7 +58,7 @@ class Batches:
             self._known(sizes.pop())
         elif isinstance(data, Iterable):
             self.data, self._passes = data, lambda: iter(data)
-            self.steps = len(data) if _has_length(data) else None
+            self.steps = len(self.data) if _has_length(data) else None
             sampler = getattr(data, "sampler", None)
             own = getattr(getattr(data, "batch_sampler", None), "sampler", None) is sampler
             if sampler is not None and own and self.steps is not None and _has_length(sampler):
@@ -107,7 +108,7 @@ class Batches:
     def _tensors(self) -> Iterator[Any]:
         order = torch.randperm(self._rows) if self.shuffle else torch.arange(self._rows)
         for chosen in order.to(self.device).split(self.batch_size):
-            yield apply(self.data, lambda tensor, chosen=chosen: tensor[chosen])
+            yield apply(self.data, lambda tensor, own=chosen: tensor[own])  # type: ignore[misc]
 
     def generators(self) -> dict[str, torch.Generator]:
         """The random number generators that the data keep for themselves, which an exact resume has to restore."""

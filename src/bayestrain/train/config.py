@@ -272,7 +272,8 @@ class RunConfig:
                 raise unknown_setting(f"{title}.{min(unknown)}")
         if missing := [name for name in ("model", "data") if name not in settings.get("run", {})]:
             raise ConfigError(f'run.{missing[0]} has no default. Give it, for example {missing[0]} = "module:name".')
-        return cls(**{title: section(**settings.get(title, {})) for title, section in SECTIONS.items()})
+        sections: dict[str, Any] = {title: section(**settings.get(title, {})) for title, section in SECTIONS.items()}
+        return cls(**sections)
 
     def replace(self, section: str, **settings: object) -> Self:
         """The same config with other values in one section: ``config.replace("fit", epochs=3)``."""

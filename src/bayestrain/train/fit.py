@@ -179,10 +179,13 @@ def fit(
             likelihood = as_likelihood(likelihood).to(place, first.dtype)
             steps = math.ceil((batches.steps or 1) / config.accumulate)
             make: Any = optimizer if callable(optimizer) else None
-            shared: Any = (likelihood, config, prior, batches.num_data, steps, make)
-            subject = Network(models[0], *shared, search) if how.particles == 1 else Particles(
-                models, *shared, search, how, seed
-            )  # fmt: skip
+            shared: dict[str, Any] = {
+                "likelihood": likelihood, "config": config, "prior": prior, "num_data": batches.num_data,
+                "steps": steps, "make": make, "search": search,
+            }  # fmt: skip
+            subject = (
+                Network(models[0], **shared) if how.particles == 1 else Particles(models, how=how, seed=seed, **shared)
+            )
             listeners = [*callbacks, *([ProgressPrinter()] if progress else [])]
             loop = Loop(subject, batches, held_out, config, opened, listeners, known, search)
             if saved is None:
@@ -272,7 +275,7 @@ class Loop:
             if self.folder is None or self.saved is None:
                 raise
             raise Interrupted(str(self.folder.path), self.saved) from None
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise self._diverged(f"epoch {self.epoch + 1}", "a decomposition of the weights failed") from error
         posterior = self.subject.posterior if isinstance(self.subject, Particles) else None
         result = FitResult(

@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         self._stacks = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; `closure` evaluates the loss again."""
         loss = None
         if closure is not None:

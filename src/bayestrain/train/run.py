@@ -206,8 +206,8 @@ def load_data(name: str) -> SimpleNamespace:
         found = SimpleNamespace(**dict(zip(("train", "validation", "test"), found, strict=False)))
     if getattr(found, "train", None) is None:
         raise ConfigError(
-            f"{name} must return (train, validation), (train, validation, test), or an object with these attributes, got "
-            f"a {type(found).__name__}."
+            f"{name} must return (train, validation), (train, validation, test), or an object with these attributes, "
+            f"got a {type(found).__name__}."
         )
     names = ("train", "validation", "test", "outside", "classes", "mean", "std")
     return SimpleNamespace(**{name: getattr(found, name, None) for name in names})
@@ -300,7 +300,11 @@ def evaluate(
         return None if part is None else Batches(part, size, shuffle=False, device=device, name=name)
 
     held_out, test, example = batches("validation"), batches("test"), next(iter(batches("train") or ()))[0]
-    known = {"input_shape": None, "input_dtype": None, "evaluated_on": "validation" if test is None else "test"}
+    known: dict[str, Any] = {
+        "input_shape": None,
+        "input_dtype": None,
+        "evaluated_on": "validation" if test is None else "test",
+    }
     if isinstance(example, Tensor):
         known |= {"input_shape": list(example.shape[1:]), "input_dtype": str(example.dtype).removeprefix("torch.")}
     known |= {key: None if (own := getattr(data, key)) is None else list(own) for key in ("classes", "mean", "std")}
@@ -362,7 +366,8 @@ def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data
         hardest = prediction.total.argsort(descending=True)[:HARDEST]
         kept |= {"probabilities": prediction.mean, "labels": targets, "hardest": hardest}
         kept["hardest_particle_probabilities"] = prediction.particle_probabilities[:, hardest]
-        inputs, seen = {}, 0
+        inputs: dict[int, Tensor] = {}
+        seen = 0
         for x, y in data:
             if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3):
                 inputs |= {i: x[i - seen] for i in hardest.tolist() if seen <= i < seen + len(y)}

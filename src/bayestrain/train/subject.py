@@ -63,7 +63,7 @@ class Network:
         return make_optimizer(self.config, self._named(), self.template, self.device, self.make)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """One step: likelihood loss, prior loss and accuracy (NaN without classes), which the next one may overwrite."""
+        """One step: likelihood loss, prior loss and accuracy (NaN without classes); the next one may overwrite them."""
         (x, y), prior = batches[0], self.prior
         if self.capture is None or len(batches) > 1 or not isinstance(x, Tensor):
             return self._advance(batches, None)
@@ -335,7 +335,8 @@ def predict(
     model: nn.Module | ParticleModel, likelihood: Likelihood, batches: Batches, precision: str = "float32"
 ) -> tuple[Any, Tensor]:
     """The prediction for all batches, on the CPU, and their targets."""
-    targets, parts, several = [], [], isinstance(model, ParticleModel)
+    parts: list[Any] = []
+    targets, several = [], isinstance(model, ParticleModel)
     with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad():
         for x, y in batches:
             targets.append(y.cpu())

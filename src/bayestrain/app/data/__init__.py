@@ -7,16 +7,4 @@ from bayestrain.app.data.augment import cutout, flip, pad_crop, shift
 from bayestrain.app.data.fetch import Found, cache_folder, catalog, get
 from bayestrain.app.data.images import Images, Splits, load
 
-__all__ = [
-    "Found",
-    "Images",
-    "Splits",
-    "cache_folder",
-    "catalog",
-    "cutout",
-    "flip",
-    "get",
-    "load",
-    "pad_crop",
-    "shift",
-]
+__all__ = ["Found", "Images", "Splits", "cache_folder", "catalog", "cutout", "flip", "get", "load", "pad_crop", "shift"]
