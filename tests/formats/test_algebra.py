@@ -120,9 +120,9 @@ def test_refitting_brings_cut_cores_nearer_to_the_tensor_they_came_from(equation
 def test_twenty_modes_are_contracted_through_small_intermediates() -> None:
     train = get("tt").equation([4] * 20)
     cores = algebra.random_cores(train, [4] * 20, [8] * 19, 1.0, dtype=torch.float64)
-    pairs = algebra.operands(train, cores) + algebra.primed(train, cores, train.bonds)
-    _, largest = algebra.plan(tuple(x for _, x in pairs), tuple(tuple(t.shape) for t, _ in pairs), ())
-    assert largest <= 8 * 4 * 8  # the dense tensor has 4^20 entries
+    pairs = algebra.operands(train, cores) + algebra.operands(train, cores, train.bonds)
+    plan = algebra.plan(tuple(x for _, x in pairs), tuple(tuple(t.shape) for t, _ in pairs), ())
+    assert plan.largest <= 8 * 4 * 8  # the dense tensor has 4^20 entries
     assert_close(float(algebra.norm(train, cores)), 2.0**20)
     assert all(len(found) == 8 for found in algebra.contributions(train, cores))
 

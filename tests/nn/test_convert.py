@@ -323,7 +323,7 @@ def test_layers_that_start_larger_than_dense_are_named() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_rank", [0, -1, (3, 0), (), 2.5, True, "20"])
+@pytest.mark.parametrize("max_rank", [0, -1, (3, 0), 2.5, True, "20"])
 def test_bad_ranks(max_rank: Any) -> None:
     with pytest.raises(ConfigError) as error:
         bt.TensorizeConfig(max_rank=max_rank)

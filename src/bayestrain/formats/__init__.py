@@ -15,10 +15,8 @@ FORMATS: tuple[Format, ...] = (TensorTrain(),)
 
 def get(name: str | Format) -> Format:
     """The format of this name; a `Format` is returned as it is."""
-    if isinstance(name, Format):
-        return name
-    for format in FORMATS:
-        if format.name == name:
+    for format in FORMATS if isinstance(name, str) else (name,):
+        if isinstance(format, Format) and name in (format, format.name):
             return format
     raise ConfigError(f"format must be one of {tuple(format.name for format in FORMATS)}, got {name!r}.")
 

@@ -6,12 +6,12 @@ indices, so ranks are found sooner and more surely when each index is one singul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from bayestrain.formats.algebra import contract, primed
+from bayestrain.formats.algebra import contract, operands
 from bayestrain.formats.equation import Equation
 
 LIVE = 1e-3
@@ -27,21 +27,15 @@ def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> li
     possible to the old ones, so an optimiser's moments keep most of their meaning.
     """
     exact = [core.double() for core in cores]
-    pairs = [bond for bond in equation.bonds if len(equation.owners(bond)) == 2]
-    shared = [bond for bond in equation.bonds if len(equation.owners(bond)) > 2]
-    if equation.is_tree:
-        gauges = [aligning_gauges(*side_grams(equation, exact, bond), live) for bond in pairs]
-        for bond, (gauge, inverse) in zip(pairs, gauges, strict=True):
-            exact = change_gauge(equation, exact, bond, gauge, inverse)
-    else:
-        for bond in pairs:
-            left, right = equation.owners(bond)
-            gauge, inverse = aligning_gauges(
-                _core_gram(equation, exact, left, bond), _core_gram(equation, exact, right, bond), live
-            )
-            exact = change_gauge(equation, exact, bond, gauge, inverse)
-    for bond in shared:
-        exact = balance(equation, exact, bond)
+    for bond in sorted(equation.bonds, key=lambda bond: len(equation.owners(bond)) > 2):  # shared bonds come last
+        if len(owners := equation.owners(bond)) > 2:
+            exact = balance(equation, exact, bond)
+            continue
+        if equation.is_tree:
+            grams = [half_gram(equation, exact, equation.side(k, without=bond), bond) for k in owners]
+        else:
+            grams = [half_gram(equation, exact, {k}, bond) for k in owners]
+        exact = change_gauge(equation, exact, bond, *aligning_gauges(grams[0], grams[1], live))
     return [new.to(old.dtype) for new, old in zip(exact, cores, strict=True)]
 
 
@@ -49,45 +43,33 @@ def change_gauge(
     equation: Equation, cores: Sequence[Tensor], bond: str, gauge: Tensor, inverse: Tensor
 ) -> list[Tensor]:
     """Insert ``gauge @ inverse`` at a bond between two cores: other cores, the same tensor."""
-    left, right = equation.owners(bond)
-    result = list(cores)
-    result[left] = (result[left].movedim(equation.axis(left, bond), -1) @ gauge).movedim(-1, equation.axis(left, bond))
-    turned = result[right].movedim(equation.axis(right, bond), -1) @ inverse.mT
-    result[right] = turned.movedim(-1, equation.axis(right, bond))
+    result, new = list(cores), f"{bond}'"
+    for k, matrix in zip(equation.owners(bond), (gauge, inverse.mT), strict=True):
+        labels = equation.cores[k]
+        turned = tuple(new if label == bond else label for label in labels)
+        result[k] = contract([(cores[k], labels), (matrix, (bond, new))], turned)
     return result
 
 
 def balance(equation: Equation, cores: Sequence[Tensor], bond: str) -> list[Tensor]:
     """Give all cores of a bond the same norm at each index of it: other cores, the same tensor."""
-    owners = equation.owners(bond)
-    norms = torch.stack([_core_gram(equation, cores, k, bond).diagonal().clamp_min(0.0).sqrt() for k in owners])
+    owners, result = equation.owners(bond), list(cores)
+    norms = torch.stack([half_gram(equation, cores, {k}, bond).diagonal().clamp_min(0.0).sqrt() for k in owners])
     alive = (norms > 0).all(0)
-    mean = torch.where(alive, norms, 1.0).log().mean(0).exp()
-    factors = torch.where(alive, mean / torch.where(alive, norms, 1.0), 1.0)
-    result = list(cores)
-    for k, factor in zip(owners, factors, strict=True):
-        shape = [-1 if label == bond else 1 for label in equation.cores[k]]
-        result[k] = result[k] * factor.reshape(shape)
+    norms = torch.where(alive, norms, 1.0)
+    for k, factor in zip(owners, norms.log().mean(0).exp() / norms, strict=True):
+        result[k] = contract([(cores[k], equation.cores[k]), (factor, (bond,))], equation.cores[k])
     return result
 
 
-def side_grams(equation: Equation, cores: Sequence[Tensor], bond: str) -> tuple[Tensor, Tensor]:
-    """The Gram matrices, each ``(R, R)``, of the two sides of a tree that a bond joins."""
-    left, right = equation.owners(bond)
-    found = []
-    for start in (left, right):
-        inside = equation.side(start, without=bond)
-        own = [(cores[k], equation.cores[k]) for k in sorted(inside)]
-        twin = [operand for k, operand in enumerate(primed(equation, cores, equation.bonds)) if k in inside]
-        found.append(contract([*own, *twin], (bond, f"{bond}'")))
-    return found[0], found[1]
+def half_gram(equation: Equation, cores: Sequence[Tensor], half: Collection[int], bond: str) -> Tensor:
+    """``(R, R)``: the inner products of what the cores `half` hold at each index of a bond.
 
-
-def _core_gram(equation: Equation, cores: Sequence[Tensor], k: int, bond: str) -> Tensor:
-    """The Gram matrix of one core's slices along a bond."""
-    core = cores[k].movedim(equation.axis(k, bond), 0)
-    flat = core.reshape(len(core), -1)  # a core may have no other axis
-    return flat @ flat.mT
+    Bonds that leave these cores elsewhere count as modes.
+    """
+    inside = [x for x in equation.bonds if x == bond or set(equation.owners(x)) <= set(half)]
+    own, twin = operands(equation, cores), operands(equation, cores, inside)
+    return contract([*(own[k] for k in half), *(twin[k] for k in half)], (bond, f"{bond}'"))
 
 
 def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Tensor, Tensor]:

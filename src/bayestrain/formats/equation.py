@@ -2,15 +2,13 @@
 
 A format is the equation of its tensors, for example ``ax, xby, yc -> abc`` for a tensor train of three modes. Labels in
 the output are *modes*. Labels that are summed over are *bonds*: each has a rank, and a ``lambda`` under the prior.
-Everything the package does with a format follows from its equation: shapes, the dense tensor, the prior, what an index
-of a bond contributes, and which axes shrink when an index is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from bayestrain.errors import ConfigError, ShapeError
 
@@ -26,36 +24,18 @@ class Equation:
 
     cores: tuple[Labels, ...]
     output: Labels
-    bonds: Labels = field(init=False, repr=False, compare=False)
-    """The labels that are summed over, in order of first appearance."""
-    powers: tuple[dict[str, float], ...] = field(init=False, repr=False, compare=False)
-    """Per core the power of each bond's ``lambda`` in an entry's variance; the powers of a core add up to 2."""
-    is_tree: bool = field(init=False, repr=False, compare=False)
-    """Whether cutting any bond splits the network in two: every bond joins two cores, and there is no loop."""
 
     def __post_init__(self) -> None:
-        known = dict.fromkeys(label for core in self.cores for label in core)
-        object.__setattr__(
-            self, "_owners", {x: tuple(k for k, core in enumerate(self.cores) if x in core) for x in known}
-        )
-        object.__setattr__(self, "bonds", tuple(label for label in known if label not in self.output))
         if not self.cores:
             raise ConfigError(f"An equation needs at least one core, got {self}.")
         if any(len(set(labels)) != len(labels) for labels in (*self.cores, self.output)):
             raise ConfigError(f"A label may stand only once in a core and once in the output, got {self}.")
-        if unknown := [label for label in self.output if label not in known]:
-            raise ConfigError(
-                f"Every label of the output must belong to a core, but {unknown} belong to none in {self}."
-            )
+        if unknown := [mode for mode in self.output if mode not in self._owners]:
+            raise ConfigError(f"Every mode must belong to a core, but {unknown} belong to none in {self}.")
         if lone := [bond for bond in self.bonds if len(self.owners(bond)) < 2]:
             raise ConfigError(f"A bond must join at least two cores, but {lone} belong to one in {self}.")
         if shared := [mode for mode in self.output if len(self.owners(mode)) > 1]:
             raise ConfigError(f"A mode must belong to exactly one core, but {shared} belong to several in {self}.")
-        counts = [self.bonds_of(core) for core in range(len(self.cores))]
-        powers = tuple({bond: float(Fraction(2, len(bonds))) for bond in bonds} for bonds in counts)
-        object.__setattr__(self, "powers", powers)
-        pairs = all(len(self.owners(bond)) == 2 for bond in self.bonds) and len(self.bonds) == len(self.cores) - 1
-        object.__setattr__(self, "is_tree", pairs and len(self.side(0, without="")) == len(self.cores))
 
     @classmethod
     def parse(cls, text: str) -> Equation:
@@ -69,15 +49,35 @@ class Equation:
             raise ConfigError(f"An equation reads 'ax, xb -> ab', got {text!r}.")
         return cls(tuple(tuple(core) for core in left.split(",")), tuple(right))
 
+    @cached_property
+    def _owners(self) -> dict[str, tuple[int, ...]]:
+        labels = dict.fromkeys(label for core in self.cores for label in core)
+        return {label: tuple(k for k, core in enumerate(self.cores) if label in core) for label in labels}
+
     @property
     def modes(self) -> Labels:
         """The labels of the tensor, in order."""
         return self.output
 
+    @cached_property
+    def bonds(self) -> Labels:
+        """The labels that are summed over, in order of first appearance."""
+        return tuple(label for label in self._owners if label not in self.output)
+
+    @cached_property
+    def powers(self) -> tuple[dict[str, float], ...]:
+        """Per core the power of each bond's ``lambda`` in an entry's variance; the powers of a core add up to 2."""
+        return tuple({bond: 2 / len(self.bonds_of(k)) for bond in self.bonds_of(k)} for k in range(len(self.cores)))
+
+    @cached_property
+    def is_tree(self) -> bool:
+        """Whether cutting any bond splits the network in two: every bond joins two cores, and there is no loop."""
+        pairs = all(len(self.owners(bond)) == 2 for bond in self.bonds) and len(self.bonds) == len(self.cores) - 1
+        return pairs and len(self.side(0, without="")) == len(self.cores)
+
     def owners(self, label: str) -> tuple[int, ...]:
         """The numbers of the cores that have this label."""
-        found: dict[str, tuple[int, ...]] = self.__dict__["_owners"]
-        return found[label]
+        return self._owners[label]
 
     def axis(self, core: int, label: str) -> int:
         """The axis of a core that this label names."""
@@ -99,19 +99,15 @@ class Equation:
 
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """The size of every label, from the shapes of the cores; raises `ShapeError` if they contradict each other."""
-        if len(shapes) != len(self.cores):
-            raise ShapeError(f"The equation {self} has {len(self.cores)} cores, got {len(shapes)}.")
         found: dict[str, int] = {}
-        for number, (labels, shape) in enumerate(zip(self.cores, shapes, strict=True)):
-            if len(labels) != len(shape):
-                raise ShapeError(
-                    f"Core {number} of {self} must have {len(labels)} axes, {labels}, got shape {tuple(shape)}."
-                )
+        if [len(labels) for labels in self.cores] != [len(shape) for shape in shapes]:
+            raise ShapeError(
+                f"Cores of {self} have one axis per label, got shapes {[tuple(shape) for shape in shapes]}."
+            )
+        for labels, shape in zip(self.cores, shapes, strict=True):
             for label, size in zip(labels, shape, strict=True):
                 if found.setdefault(label, size) != size:
-                    raise ShapeError(
-                        f"Label {label!r} of {self} has size {found[label]} and size {size}; they must agree."
-                    )
+                    raise ShapeError(f"Label {label!r} of {self} has sizes {found[label]} and {size}; they must agree.")
         return found
 
     def shapes(self, mode_sizes: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
@@ -121,7 +117,7 @@ class Equation:
                 f"{self} has {len(self.output)} modes and {len(self.bonds)} bonds, got sizes {tuple(mode_sizes)} "
                 f"and ranks {tuple(ranks)}."
             )
-        size: Mapping[str, int] = dict(zip((*self.output, *self.bonds), (*mode_sizes, *ranks), strict=True))
+        size = dict(zip((*self.output, *self.bonds), (*mode_sizes, *ranks), strict=True))
         return [tuple(size[label] for label in core) for core in self.cores]
 
     def ranks(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -84,9 +84,6 @@ class Format(ABC):
         """Ranks as people write them for this format."""
         return tuple(ranks)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
 

@@ -1,7 +1,6 @@
 """Factor any positive size into modes: the small sizes whose product is (at least) the size.
 
-A tensor train of a 784 x 625 matrix needs 784 and 625 written as products of as many factors as there are cores.
-Sizes with large prime factors have no balanced exact factorisation; their product of modes is then a little larger
+Sizes with large prime factors have no balanced exact factorisation; the product of their modes is then a little larger
 than the size, and the layers hide the padding.
 """
 
@@ -22,14 +21,13 @@ MAX_CORES = 4
 def factor(size: int, count: int) -> tuple[int, ...]:
     """Write `size` as a product of `count` modes, balanced, padded only where an exact product would be lopsided.
 
-    Among all tuples whose product is at least `size`, the one with the smallest sum of modes wins (the cost of a tensor
-    train grows with that sum), where a product that exceeds `size` pays `PADDING_PENALTY` and the excess itself.
-    Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
+    The smallest sum of modes wins (the cost of a tensor train grows with it), where a product that exceeds `size` pays
+    `PADDING_PENALTY` and the excess. Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
     """
     if size < 1 or count < 1:
         raise ConfigError(f"A size and a number of modes must be at least 1, got size={size}, count={count}.")
-    ascending = _best_ascending(size, count)
-    return _alternate(ascending)
+    pool = list(_best_ascending(size, count))
+    return tuple(pool.pop(-1 if k % 2 == 0 else 0) for k in range(count))
 
 
 def choose_count(*sizes: int) -> int:
@@ -39,21 +37,15 @@ def choose_count(*sizes: int) -> int:
 
 def check_modes(size: int, modes: tuple[int, ...], what: str) -> tuple[int, ...]:
     """Return `modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste."""
+    advice = f"Try {what}={factor(size, max(len(modes), 1))}."
     if not modes or not all(hasattr(mode, "__index__") and mode >= 1 for mode in modes):
-        advice = factor(size, max(len(modes), 1))
-        raise ShapeError(f"{what} must be positive integers, got {modes}. Try {what}={advice}.")
-    modes = tuple(int(mode) for mode in modes)
+        raise ShapeError(f"{what} must be positive integers, got {modes}. {advice}")
+    modes = tuple(map(int, modes))
     product = math.prod(modes)
     if product < size:
-        raise ShapeError(
-            f"The product of {what} must be at least {size}, got {modes} with product {product}. "
-            f"Try {what}={factor(size, len(modes))}."
-        )
+        raise ShapeError(f"The product of {what} must be at least {size}, got {modes} with product {product}. {advice}")
     if any(product // mode * (mode - 1) >= size for mode in modes):
-        raise ShapeError(
-            f"{what} are larger than needed: {modes} has product {product} for a size of {size}, and a smaller mode "
-            f"would do. Try {what}={factor(size, len(modes))}."
-        )
+        raise ShapeError(f"{what} are larger than needed: {modes} has product {product} for a size of {size}. {advice}")
     return modes
 
 
@@ -64,8 +56,7 @@ def _best_ascending(size: int, count: int) -> tuple[int, ...]:
 
     def extend(chosen: tuple[int, ...], product: int) -> None:
         nonlocal best_score, best
-        left = count - len(chosen)
-        smallest = chosen[-1] if chosen else 1
+        left, smallest = count - len(chosen), max((1, *chosen))
         if left == 1:
             modes = (*chosen, max(smallest, -(-size // product)))
             total = math.prod(modes)
@@ -81,9 +72,3 @@ def _best_ascending(size: int, count: int) -> tuple[int, ...]:
 
     extend((), 1)
     return best
-
-
-def _alternate(ascending: tuple[int, ...]) -> tuple[int, ...]:
-    """Largest, smallest, second largest, second smallest, ..."""
-    pool = list(ascending)
-    return tuple(pool.pop(-1 if i % 2 == 0 else 0) for i in range(len(pool)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -57,12 +57,7 @@ class TensorTrain(Format):
         caps = self.max_ranks([core.shape[1] for core in _with_ends(cores)], max_rank)
         scale, chain = _orthogonal_sweep(cores)
         budget = bond_budget(torch.linalg.vector_norm(chain[-1]), tol, len(caps))
-        for k in range(len(chain) - 1, 0, -1):
-            left, size, right = chain[k].shape
-            u, s, vh = torch.linalg.svd(chain[k].reshape(left, size * right), full_matrices=False)
-            rank = kept(s, budget, caps[k - 1])
-            chain[k] = vh[:rank].reshape(rank, size, right)
-            chain[k - 1] = chain[k - 1] @ (u[:, :rank] * s[:rank])  # (L, I, left) @ (left, rank)
+        _singular_sweep(chain, lambda bond, s: kept(s, budget, caps[bond]))
         norm = torch.linalg.vector_norm(chain[0])
         if norm > 0:
             chain[0] = chain[0] / norm
@@ -72,13 +67,7 @@ class TensorTrain(Format):
     def spectra(self, equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
         """The singular values of the unfolding at every bond, largest first, without materialising the tensor."""
         scale, chain = _orthogonal_sweep(cores)
-        found: list[Tensor] = []
-        for k in range(len(chain) - 1, 0, -1):
-            left, size, right = chain[k].shape
-            u, s, _ = torch.linalg.svd(chain[k].reshape(left, size * right), full_matrices=False)
-            found.append(s * scale.exp())
-            chain[k - 1] = chain[k - 1] @ (u * s)
-        return found[::-1]
+        return [values * scale.exp() for values in _singular_sweep(chain, lambda _, s: len(s))]
 
     def shown_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """With the ranks of 1 at both ends, as is usual for trains."""
@@ -104,20 +93,31 @@ def _without_ends(chain: Sequence[Tensor]) -> list[Tensor]:
 def _orthogonal_sweep(cores: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Left-orthogonal cores (all but the last) ``(left, mode, right)`` of the tensor divided by ``exp(scale)``.
 
-    The size of what is carried from core to core goes into the scale, so that a long product of large or of small cores
-    stays in the range of floating point numbers.
+    The size of what is carried from core to core goes into the scale, so that a long product stays in range.
     """
-    scale = torch.zeros((), dtype=cores[0].dtype, device=cores[0].device)
+    scale, carry = cores[0].new_zeros(()), cores[0].new_ones(1, 1)
     found: list[Tensor] = []
-    carry = torch.ones(1, 1, dtype=cores[0].dtype, device=cores[0].device)
-    for k, core in enumerate(_with_ends(cores)):
-        body = (carry @ core.reshape(core.shape[0], -1)).reshape(carry.shape[0], core.shape[1], core.shape[2])
+    for core in _with_ends(cores):
+        body = torch.tensordot(carry, core, 1)
         size = torch.linalg.vector_norm(body)
         size = torch.where(size > 0, size, torch.ones_like(size))
         body, scale = body / size, scale + size.log()
-        if k == len(cores) - 1:
-            found.append(body)
-            break
-        q, carry = torch.linalg.qr(body.reshape(-1, body.shape[2]))
-        found.append(q.reshape(body.shape[0], body.shape[1], -1))
+        q, carry = torch.linalg.qr(body.flatten(0, 1))
+        found.append(q.reshape(*body.shape[:2], -1))
+    found[-1] = body
     return scale, found
+
+
+def _singular_sweep(chain: list[Tensor], rank: Callable[[int, Tensor], int]) -> list[Tensor]:
+    """Make the cores of a left-orthogonal chain right-orthogonal, in place, and return the singular values.
+
+    `rank` says from a bond's number and its singular values how many of them to keep.
+    """
+    found: list[Tensor] = []
+    for k in range(len(chain) - 1, 0, -1):
+        u, s, vh = torch.linalg.svd(chain[k].flatten(1), full_matrices=False)
+        found.append(s)
+        r = rank(k - 1, s)
+        chain[k] = vh[:r].reshape(r, *chain[k].shape[1:])
+        chain[k - 1] = chain[k - 1] @ (u[:, :r] * s[:r])
+    return found[::-1]
