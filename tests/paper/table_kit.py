@@ -49,7 +49,9 @@ def group(results: Path, label: str, each: list[dict[str, Any]], *, failed: tupl
     else:
         for own in all_figures:
             own.pop("validation_accuracy", None)
-    summary: dict[str, Any] = {"command": "", "seeds": sorted([*numbers, *failed]), "failed": list(failed)}
+    commits = sorted({json.loads((folder / "environment.json").read_text())["commit"] for folder in folders})
+    summary: dict[str, Any] = {"command": "", "seeds": sorted([*numbers, *failed]), "failed": list(failed),
+                               "commits": commits}  # fmt: skip
     for key in all_figures[0] if all_figures else ():
         values = [own[key] for own in all_figures]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
