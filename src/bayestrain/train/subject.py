@@ -22,7 +22,7 @@ from bayestrain.posterior.likelihoods import one_tensor
 from bayestrain.prior import NormalPrior, RankPrior, check_weight_decay
 from bayestrain.train.batches import Batches, apply
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
-from bayestrain.train.muon import Muon, core_names, muon_groups
+from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
 Named = Sequence[tuple[str, Tensor]]
@@ -296,21 +296,12 @@ def make_optimizer(
     """
     if make is not None:
         return make(named)
-    captured, cores = device.type == "cuda", core_names(model)
+    captured, groups = device.type == "cuda", muon_groups(named, model, decay_cores=config.decay_cores)
     options: dict[str, Any] = {"lr": torch.tensor(config.lr, device=device) if captured else config.lr}
-    options["weight_decay"] = config.weight_decay
-    groups: list[dict[str, Any]] = muon_groups(named, model)
-    if not config.decay_cores:
-        groups = [
-            {**group, "params": part, "weight_decay": decay}
-            for group in groups
-            for core, decay in ((True, 0.0), (False, config.weight_decay))
-            if (part := [(n, p) for n, p in group["params"] if (n.removeprefix("model.") in cores) == core])
-        ]
+    options |= {"weight_decay": config.weight_decay, "fused": captured or None}
     if config.optimizer == "muon":
         return Muon(groups, capturable=captured, **options)
     groups = [{key: group[key] for key in group if key not in ("orthogonal", "stacked")} for group in groups]
-    options["fused"] = captured or None
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
