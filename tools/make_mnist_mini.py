@@ -19,7 +19,6 @@ from collections import Counter
 from pathlib import Path
 
 from bayestrain import data
-from bayestrain.app.data.catalog import find_spec
 
 PIXELS = 28 * 28
 PER_CLASS = (1_000, 200)  # of the training and of the test files
@@ -39,9 +38,8 @@ def first_of_each_class(labels: bytes, per_class: int) -> list[int]:
 
 def make(mnist: Path | None, into: Path) -> list[Path]:
     """Write the four files into `into` and return their paths."""
-    found = data.get("mnist", mnist)
-    files = find_spec("mnist").files
-    contents = {file.name: file.read(found.paths[file.name]) for file in files}
+    found, files = data.get("mnist", mnist), data.SPECS["mnist"].files
+    contents = {file.name: file.read(found) for file in files}
     names = [file.name for file in files]  # training images and labels, test images and labels
     written = []
     for images_name, labels_name, per_class in zip(names[::2], names[1::2], PER_CLASS, strict=True):

@@ -148,8 +148,7 @@ def test_finished_runs_are_wanted() -> None:
 
 
 def test_data_sets_that_do_not_exist() -> None:
-    for command in ("get", "path"):
-        assert "there is no data set 'mnits'" in refused("data", command, "mnits")
+    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
 
 
 def test_files_that_cannot_be_predicted() -> None:

@@ -73,11 +73,9 @@ def test_type_and_generator_are_respected() -> None:
     assert torch.equal(global_first, data.flip(images))
 
 
-def test_one_image_and_a_negative_pad_are_refused() -> None:
+def test_one_image_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a batch of images .* not a tensor of shape \(1, 28, 28\).*image\[None\]"):
         data.flip(torch.zeros(1, 28, 28))
-    with pytest.raises(ConfigError, match="pad must be 0 or more pixels, not -1"):
-        data.pad_crop(torch.zeros(1, 1, 4, 4), -1)
 
 
 def test_cutout_blanks_one_square_of_each_image() -> None:
@@ -97,5 +95,3 @@ def test_cutout_blanks_one_square_of_each_image() -> None:
     assert images.min() == 1  # the images given stay
     again = data.cutout(images, 4, torch.Generator().manual_seed(0))
     assert torch.equal(cut, again)
-    with pytest.raises(ConfigError, match="side must be 0 or more"):
-        data.cutout(images, -1)

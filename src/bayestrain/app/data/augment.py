@@ -18,9 +18,8 @@ def pad_crop(images: Tensor, pad: int, generator: Generator | None = None) -> Te
 
     The offset of the window is uniform on 0 ... 2 pad, independently for rows and columns.
     """
-    n, _, height, width = _checked(images, pad, "pad")
-    top = _integers(images, 2 * pad + 1, generator)
-    left = _integers(images, 2 * pad + 1, generator)
+    n, _, height, width = _checked(images).shape
+    top, left = _integers(images, 2 * pad + 1, generator), _integers(images, 2 * pad + 1, generator)
     padded = F.pad(images, (pad, pad, pad, pad))
     image = torch.arange(n, device=images.device)[:, None, None]  # (N, 1, 1)
     rows = (top[:, None] + torch.arange(height, device=images.device))[:, :, None]  # (N, H, 1)
@@ -36,16 +35,14 @@ def shift(images: Tensor, pixels: int, generator: Generator | None = None) -> Te
 
 def flip(images: Tensor, generator: Generator | None = None) -> Tensor:
     """Mirror each image left to right with probability one half."""
-    _checked(images)
-    mirrored = _integers(images, 2, generator).bool()
+    mirrored = _integers(_checked(images), 2, generator).bool()
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
 
 def cutout(images: Tensor, side: int, generator: Generator | None = None) -> Tensor:
     """Set a square of `side` pixels to zero in each image, its centre anywhere in it (DeVries & Taylor 2017)."""
-    _, _, height, width = _checked(images, side, "side")
     inside = []
-    for length in (height, width):
+    for length in _checked(images).shape[2:]:
         first = _integers(images, length, generator)[:, None] - side // 2
         position = torch.arange(length, device=images.device)
         inside.append((position >= first) & (position < first + side))  # (N, length)
@@ -59,12 +56,10 @@ def _integers(images: Tensor, high: int, generator: Generator | None) -> Tensor:
     return torch.randint(high, (images.shape[0],), generator=generator, device=device).to(images.device)
 
 
-def _checked(images: Tensor, pixels: int = 0, name: str = "") -> torch.Size:
+def _checked(images: Tensor) -> Tensor:
     if images.dim() != 4:
         raise ConfigError(
             f"augmentation takes a batch of images (N, C, H, W), not a tensor of shape {tuple(images.shape)}. "
             "For one image, add the batch axis with image[None]"
         )
-    if pixels < 0:
-        raise ConfigError(f"{name} must be 0 or more pixels, not {pixels}")
-    return images.shape
+    return images

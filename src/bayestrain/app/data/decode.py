@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 RECORDS, PLANE = 10_000, 32 * 32
-RECORD = 1 + 3 * PLANE
 """A CIFAR-10 batch file is 10,000 records: a label byte, then the red, green and blue planes of a 32x32 image."""
 
 CIFAR_PICTURES = (
@@ -29,7 +28,7 @@ def idx(content: bytes) -> Tensor:
 
 def cifar_batch(content: bytes) -> tuple[Tensor, Tensor]:
     """The (10000, 3, 32, 32) uint8 images and the (10000,) int64 labels of one batch file of CIFAR-10."""
-    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(RECORDS, RECORD)
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(RECORDS, -1)
     return records[:, 1:].reshape(RECORDS, 3, 32, 32), records[:, 0].long()
 
 
@@ -39,10 +38,8 @@ def write_cifar_batches(folder: Path) -> None:
 
     *pictures, train, test = CIFAR_PICTURES
     labels = torch.tensor([label for name in (train, test) for label in json.loads((folder / name).read_text())])
-    for i, name in enumerate(pictures):
+    for name, column in zip(pictures, labels.split(RECORDS), strict=True):
         with Image.open(folder / name, formats=["PNG"]) as picture:  # one image a row, pixel by pixel
-            pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-        records = torch.empty(RECORDS, RECORD, dtype=torch.uint8)
-        records[:, 0] = labels[i * RECORDS : (i + 1) * RECORDS]
-        records[:, 1:] = pixels.reshape(RECORDS, PLANE, 3).transpose(1, 2).reshape(RECORDS, 3 * PLANE)
+            pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).reshape(RECORDS, PLANE, 3)
+        records = torch.cat([column[:, None].to(torch.uint8), pixels.transpose(1, 2).flatten(1)], 1)
         (folder / name).with_suffix(".bin").write_bytes(records.numpy().tobytes())

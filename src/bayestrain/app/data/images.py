@@ -11,8 +11,7 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
 from bayestrain.app.data import decode
-from bayestrain.app.data.catalog import find_spec
-from bayestrain.app.data.fetch import get
+from bayestrain.app.data.fetch import find_spec, get
 from bayestrain.errors import ConfigError, DataError
 
 BLOCK_BYTES = 32 * 2**20
@@ -28,9 +27,6 @@ class Images(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, images: Tensor, labels: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> None:
-        if not (isinstance(images, Tensor) and isinstance(labels, Tensor)):
-            wrong = labels if isinstance(images, Tensor) else images
-            raise DataError(f"images and labels must be tensors, not {type(wrong).__name__}. Use torch.as_tensor(...)")
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(f"images must be uint8 (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
@@ -69,16 +65,13 @@ class Images(Dataset[tuple[Tensor, int]]):
         The choice depends only on the labels, `fraction` and `seed`. Both parts keep the order of this set. What is
         held out is not augmented.
         """
-        if not 0 < fraction < 1:
-            raise ConfigError(f"fraction, the part held out, must be strictly between 0 and 1, not {fraction}")
-        generator = torch.Generator().manual_seed(seed)
-        labels = self.labels.cpu()
+        generator, labels = torch.Generator().manual_seed(seed), self.labels.cpu()
         held_out = torch.zeros(len(self), dtype=torch.bool)
         for label in labels.unique():
             members = (labels == label).nonzero().squeeze(1)
             shuffled = members[torch.randperm(len(members), generator=generator)]
             held_out[shuffled[: round(fraction * len(members))]] = True
-        if held_out.all() or not held_out.any():
+        if not 0 < fraction < 1 or held_out.all() or not held_out.any():
             raise ConfigError(
                 f"holding out the fraction {fraction} of each class of {len(self)} images leaves one part empty. "
                 "Use a fraction nearer to 0.5, or more images"
@@ -87,26 +80,14 @@ class Images(Dataset[tuple[Tensor, int]]):
         return rest, held.augmented(None)
 
     def batches(
-        self,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        generator: Generator | None = None,
+        self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
         device: torch.device | str | None = None,
-        drop_last: bool = False,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """One pass over the set: batches of (float images in [0, 1], int64 labels) on `device`.
-
-        `shuffle` draws one permutation from `generator` (the global one if None). `device` defaults to that of this
-        set. `drop_last` omits a smaller last batch.
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """One pass over the set: batches of (float images in [0, 1], int64 labels) on `device`, by default that of the
+        images. `shuffle` draws one permutation from `generator`, the global one if None.
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
-        if drop_last and batch_size > len(self):
-            raise ConfigError(
-                f"with drop_last, a batch_size of {batch_size} leaves no batch of {len(self)} images. "
-                "Lower batch_size or keep the last batch"
-            )
         target = self.labels.device if device is None else torch.device(device)
         block = batch_size
         if target.type == "cuda" and len(self):
@@ -117,9 +98,8 @@ class Images(Dataset[tuple[Tensor, int]]):
             if shuffle:
                 drawn_on = home if generator is None else generator.device
                 order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home)
-            stop = len(self) - len(self) % batch_size if drop_last else len(self)
-            for start in range(0, stop, block):
-                window = slice(start, min(start + block, stop))
+            for start in range(0, len(self), block):
+                window = slice(start, start + block)
                 chosen = window if order is None else order[window]
                 images = self.images[chosen].to(target).float() / 255
                 images = images if self.augment is None else self.augment(images)
@@ -133,7 +113,7 @@ class Splits:
     """A data set as `load` returns it.
 
     `mean` and `std` are those of the training pixels in [0, 1], one per channel. Nothing applies them for you:
-    normalise in the model, or with `normalize`. `source` says where the files came from.
+    normalise in the model, or with `normalize`.
     """
 
     name: str
@@ -142,7 +122,6 @@ class Splits:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    source: str
 
     def normalize(self, images: Tensor) -> Tensor:
         """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
@@ -163,13 +142,13 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Splits:
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))
     """
-    found, spec = get(name, folder), find_spec(name)
-    contents = [file.read(found.paths[file.name]) for file in spec.files]
-    if spec.format == "cifar":
+    place, spec = get(name, folder), find_spec(name)
+    contents = [file.read(place) for file in spec.files]
+    if name == "cifar10":
         batches = [decode.cifar_batch(content) for content in contents]
         train = Images(torch.cat([x for x, _ in batches[:-1]]), torch.cat([y for _, y in batches[:-1]]))
         test = Images(*batches[-1])
     else:
         x, y, x_test, y_test = (decode.idx(content) for content in contents)
         train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
-    return Splits(name, train, test, spec.classes, spec.mean, spec.std, found.source)
+    return Splits(name, train, test, spec.classes, spec.mean, spec.std)
