@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from prior_kit import CLOSE, EQUATIONS, OTHER, A, B, random_network, slow_log_prob
+from prior_kit import CLOSE, EQUATIONS, OTHER, A, B, log_prob, random_network, slow_log_prob
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
@@ -19,8 +19,8 @@ networks = pytest.mark.parametrize("equation", EQUATIONS.values(), ids=EQUATIONS
 
 
 def terms(equation: Equation, cores: list[Tensor], us: list[Tensor], bond: int) -> tuple[float, dict[float, Tensor]]:
-    linear = density.linear_terms(equation, tuple(core.shape for core in cores))
-    return density.conditional(equation, density.energies(equation, cores), linear, us, bond, A)
+    linear = density.linear_terms(equation, tuple(core.shape for core in cores), a=A)
+    return linear[bond], density.falling_terms(equation, density.energies(equation, cores), us, bond)
 
 
 def value(u: Tensor, linear: float, falling: dict[float, Tensor], b: float = B) -> Tensor:
@@ -34,7 +34,7 @@ def value(u: Tensor, linear: float, falling: dict[float, Tensor], b: float = B) 
 @networks
 def test_log_prob_is_torch_distributions_entry_by_entry(equation: Equation) -> None:
     cores, us = random_network(equation)
-    found = density.log_prob(equation, cores, us, A, B, other_variance=OTHER)
+    found = log_prob(equation, cores, us, A, B, other=OTHER)
     torch.testing.assert_close(found, slow_log_prob(equation, cores, us), rtol=1e-12, atol=1e-9)
 
 
@@ -42,16 +42,14 @@ def test_log_prob_is_torch_distributions_entry_by_entry(equation: Equation) -> N
 def test_gradients_are_finite_differences(equation: Equation) -> None:
     cores, us = random_network(equation)
     inputs = [t.clone().requires_grad_() for t in (*cores, *us)]
-    assert torch.autograd.gradcheck(
-        lambda *t: density.log_prob(equation, t[: len(cores)], t[len(cores) :], A, B), inputs
-    )
+    assert torch.autograd.gradcheck(lambda *t: log_prob(equation, t[: len(cores)], t[len(cores) :], A, B), inputs)
 
 
 @networks
 def test_the_gradient_of_a_core_is_minus_its_precision_times_the_core(equation: Equation) -> None:
     cores, us = random_network(equation)
     inputs = [core.clone().requires_grad_() for core in cores]
-    expected = torch.autograd.grad(density.log_prob(equation, inputs, us, A, B, other_variance=OTHER), inputs)
+    expected = torch.autograd.grad(log_prob(equation, inputs, us, A, B, other=OTHER), inputs)
     for core, precision, own in zip(cores, density.precisions(equation, us, OTHER), expected, strict=True):
         torch.testing.assert_close(-precision * core, own, **CLOSE)
 
@@ -83,7 +81,7 @@ def test_cut_indices_go_on_counting(equation: Equation) -> None:
 
     def gradients(cores: list[Tensor], us: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         cores, us = ([t.clone().requires_grad_() for t in own] for own in (cores, us))
-        found = torch.autograd.grad(density.log_prob(equation, cores, us, A, B, start), [*cores, *us])
+        found = torch.autograd.grad(log_prob(equation, cores, us, A, B, start), [*cores, *us])
         return list(found[: len(cores)]), list(found[len(cores) :])
 
     torch.testing.assert_close(gradients(*left(cores, us)), left(*gradients(cores, us)), **CLOSE)
@@ -98,7 +96,7 @@ def test_the_conditional_is_the_density_of_one_bond(equation: Equation) -> None:
     for bond in range(len(us)):
         u = us[bond].clone().requires_grad_()
         moved = [u if k == bond else other for k, other in enumerate(us)]
-        (expected,) = torch.autograd.grad(-density.log_prob(equation, cores, moved, A, B), u)
+        (expected,) = torch.autograd.grad(-log_prob(equation, cores, moved, A, B), u)
         (found,) = torch.autograd.grad(value(u, *terms(equation, cores, us, bond)).sum(), u)
         torch.testing.assert_close(found, expected, **CLOSE)
 
@@ -117,7 +115,7 @@ def test_the_gradient_printed_in_the_paper_is_another() -> None:
     equation = EQUATIONS["chain"]
     cores, us = random_network(equation)
     u = us[1].clone().requires_grad_()
-    (expected,) = torch.autograd.grad(-density.log_prob(equation, cores, [us[0], u, us[2]], A, B), u)
+    (expected,) = torch.autograd.grad(-log_prob(equation, cores, [us[0], u, us[2]], A, B), u)
     variances = [(us[0][:, None] + us[1]).exp(), (us[1][:, None] + us[2]).exp()]
     energies = [core.square().sum(1) for core in cores[1:3]]
     entries = [core.shape[1] for core in cores[1:3]]
@@ -155,7 +153,7 @@ def test_sweeps_end_where_no_gradient_is_left(equation: Equation) -> None:
     mode = density.conditional_mode(equation, cores, us, A, B, floor=1e-9, sweeps=300)
     inputs = [u.clone().requires_grad_() for u in mode]
     if inputs:
-        for slope in torch.autograd.grad(density.log_prob(equation, cores, inputs, A, B), inputs):
+        for slope in torch.autograd.grad(log_prob(equation, cores, inputs, A, B), inputs):
             assert slope.abs().max() < 1e-6
     for own, u in zip(mode, us, strict=True):
         assert own.shape == u.shape
@@ -166,7 +164,8 @@ def test_gradient_steps_reach_the_same_mode() -> None:
     cores, us = random_network(equation)
     newton = density.conditional_mode(equation, cores, us, A, B, 1e-9, sweeps=200)
     step = partial(density.gradient_step, b=B, rate=0.1)
-    slow = density.sweep(equation, cores, us, step, A, 1e-9, sweeps=3000)
+    linear = density.linear_terms(equation, tuple(core.shape for core in cores), a=A)
+    slow = density.sweep(equation, cores, us, linear, step, 1e-9, sweeps=3000)
     for fast, other in zip(newton, slow, strict=True):
         torch.testing.assert_close(fast, other, rtol=1e-5, atol=1e-5)
 
@@ -191,7 +190,7 @@ def test_lambda_stays_within_the_limit_between_cores_that_are_zero(equation: Equ
     still = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
     found = density.conditional_mode(equation, still, [u.float() for u in us], sweeps=40)
     assert all((u == -density.LIMIT).all() for u in found)
-    assert density.log_prob(equation, still, found).isfinite()
+    assert log_prob(equation, still, found).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -199,8 +198,8 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     equation = EQUATIONS["chain"]
     cores, us = random_network(equation)
     low = [(100 * core).to(dtype) for core in cores]  # their squares leave half precision
-    found = density.log_prob(equation, low, [u.float() for u in us])
-    exact = density.log_prob(equation, [core.double() for core in low], us)
+    found = log_prob(equation, low, [u.float() for u in us])
+    exact = log_prob(equation, [core.double() for core in low], us)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=0)
     moved = density.conditional_mode(equation, low, [u.to(dtype) for u in us], sweeps=2)
     assert all(u.dtype == dtype and u.isfinite().all() for u in moved)

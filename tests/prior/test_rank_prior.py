@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from prior_kit import layer
+from prior_kit import layer, log_prob
 from torch import Tensor, nn
 from torch.distributions import Normal
 
@@ -58,7 +58,7 @@ def test_loss_is_minus_weight_log_p_over_n() -> None:
     model = small_model()
     prior = RankPrior(model, num_data=50, weight=0.5, other_variance=100.0)
     weight, others = model[0].factorized, [model[0].bias, model[2].weight, model[2].bias]
-    expected = density.log_prob(weight.equation, list(weight.cores), [torch.zeros(5).double()]) + sum(
+    expected = log_prob(weight.equation, list(weight.cores), [torch.zeros(5).double()]) + sum(
         Normal(0.0, 10.0).log_prob(p).sum() for p in others
     )
     torch.testing.assert_close(prior.log_prob(), expected)
@@ -72,7 +72,7 @@ def test_cores_without_bonds_are_normal_with_the_other_variance() -> None:
     model = layer("ax, x, b -> ab").double()
     prior = RankPrior(model, num_data=1, other_variance=7.0)
     weight = model.factorized
-    without = density.log_prob(weight.equation, list(weight.cores), weight.rank_state.log_lambdas, other_variance=1.0)
+    without = log_prob(weight.equation, list(weight.cores), weight.rank_state.log_lambdas, other=1.0)
     parts = [
         (1 if variance == 7.0 else -1) * Normal(0.0, math.sqrt(variance)).log_prob(weight.cores[2]).sum()
         for variance in (7.0, 1.0)

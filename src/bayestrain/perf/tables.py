@@ -80,18 +80,8 @@ class ChainGroup(Group):
         terms = []
         for table in self.tables():
             flat, u = _join(table.cores()), _join(table.log_lambdas())
-            terms.append(table.log_prob((flat.square() * table.precision(u)).sum(), u, a, b))
+            terms.append(table.log_prob(torch.dot(flat, flat * table.precision(u)), u, a, b))
         return total(terms)
-
-    def log_prob_and_gradients(self, a: float, b: float, other_variance: float) -> tuple[Tensor, list[Tensor]]:  # noqa: ARG002
-        terms, gradients = [], []
-        for table in self.tables():
-            cores, u = table.cores(), _join(table.log_lambdas())
-            flat = _join(cores)
-            pull = flat * table.precision(u)
-            terms.append(table.log_prob(torch.dot(flat, pull), u, a, b))
-            gradients += _pieces(pull.neg_(), cores)
-        return total(terms), gradients
 
     @torch.no_grad()
     def move_(self, move: Move, a: float, floor: float, sweeps: int = 1) -> None:

@@ -9,11 +9,8 @@ without bonds is Normal(0, other_variance).
 When a lambda goes to zero, every slice at its index vanishes and the rank falls. The density grows without bound on the
 way, so callers keep a floor under ``u`` (`apply_floor`).
 
-`us` holds one vector per bond, in the order of ``equation.bonds``. `start` holds the ranks of the bonds before any cut
-(default: those of now). Indices that were cut are zero, but still count as entries of the cores they were cut from.
-Otherwise every cut would weaken the prior on the other bonds of these cores.
-
-Nothing here branches on a value, so `torch.vmap` and CUDA graphs work.
+`us` holds one vector per bond, in the order of ``equation.bonds``, and `linear` the coefficients that `linear_terms`
+counts. Nothing here branches on a value, so `torch.vmap` and CUDA graphs work.
 """
 
 from __future__ import annotations
@@ -37,6 +34,9 @@ LIMIT = 30.0
 
 MAX_NEWTON_STEP = 2.0
 """Largest change of ``log lambda`` in one update: far from the mode the conditional is flat and Newton overshoots."""
+
+Linear = Sequence["float | Tensor"]
+"""Per bond the coefficient of ``u`` in ``-log p``, one number or one per index."""
 
 Falling = Mapping[float, Tensor]
 """``{power p: coefficients of exp(-p * u)}``, one coefficient per index of a bond."""
@@ -101,13 +101,15 @@ def _precision(core: _Core, us: Sequence[Tensor], without: int | None = None) ->
 
 @lru_cache(maxsize=4096)
 def linear_terms(
-    equation: Equation, shapes: tuple[torch.Size, ...], start: tuple[int, ...] | None = None
+    equation: Equation, shapes: tuple[torch.Size, ...], start: tuple[int, ...] | None = None, a: float = GAMMA_SHAPE
 ) -> tuple[float, ...]:
-    """Per bond the coefficient of ``u`` in ``-log p(cores | lambda)``: half its power, for every entry at an index.
+    """Per bond the coefficient of ``u`` in ``-log p(cores, lambda)``: half its power for every entry at an index.
 
-    Entries are counted at the ranks `start` of a core's other bonds.
+    Entries are counted at the ranks `start` of a core's other bonds: those before any cut (default: those of now).
+    Indices that were cut are zero, but count as entries of the cores they were cut from. Otherwise every cut would
+    weaken the prior on the other bonds of these cores.
     """
-    found, ranks = [0.0] * len(equation.bonds), equation.ranks(shapes) if start is None else start
+    found, ranks = [1.0 - a] * len(equation.bonds), equation.ranks(shapes) if start is None else start
     for core, shape in zip(_plan(equation), shapes, strict=True):
         modes = math.prod(shape[axis] for axis in core.modes)
         for bond, power in zip(core.bonds, core.powers, strict=True):
@@ -119,32 +121,22 @@ def log_prob(
     equation: Equation,
     cores: Sequence[Tensor],
     us: Sequence[Tensor],
+    linear: Linear,
     a: float = GAMMA_SHAPE,
     b: float = GAMMA_RATE,
-    start: tuple[int, ...] | None = None,
     other_variance: float = OTHER_VARIANCE,
 ) -> Tensor:
     """``log p(cores | lambda) + log p(lambda)``, every constant included (Hawkins & Zhang 2019, eqs. 9-11).
 
-    Indices that were cut since `start` enter as zeros; terms that depend on nothing but them are left out.
+    Terms that depend on nothing but indices that were cut are left out.
     """
     cores, inverse = exact(cores), precisions(equation, us, other_variance)
-    squares = [(core.square() * own).sum() for core, own in zip(cores, inverse, strict=True)]
-    return with_constants(equation, cores, squares, us, a, b, start, other_variance)
-
-
-def with_constants(
-    equation: Equation, cores: Sequence[Tensor], squares: Sequence[Tensor], us: Sequence[Tensor], a: float, b: float,
-    start: tuple[int, ...] | None, other_variance: float,
-) -> Tensor:  # fmt: skip
-    """`log_prob`, given per core the sum of its squared entries over their variances."""
     free = sum(core.numel() for core, plan in zip(cores, _plan(equation), strict=True) if not plan.bonds)
-    constant = -0.5 * (math.log(2 * math.pi) * sum(core.numel() for core in cores) + math.log(other_variance) * free)
-    result = -0.5 * sum(squares[1:], squares[0])
-    for u, entries in zip(us, linear_terms(equation, tuple(core.shape for core in cores), start), strict=True):
-        result = result - (u * (entries - (a - 1.0)) + u.exp() * b).sum()
-        constant += u.numel() * (a * math.log(b) - math.lgamma(a))
-    return result + constant
+    entries, lambdas = sum(core.numel() for core in cores), sum(u.numel() for u in us)
+    constant = -0.5 * (math.log(2 * math.pi) * entries + math.log(other_variance) * free)
+    terms = [-0.5 * (core.square() * own).sum() for core, own in zip(cores, inverse, strict=True)]
+    terms += [-(u * coefficient + u.exp() * b).sum() for u, coefficient in zip(us, linear, strict=True)]
+    return torch.stack(terms).sum() + (constant + lambdas * (a * math.log(b) - math.lgamma(a)))
 
 
 # --- the conditional of one bond --------------------------------------------------------------------------------------
@@ -156,15 +148,14 @@ def energies(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
     return [square.sum(plan.modes, keepdim=True) if plan.modes else square for square, plan in squares]
 
 
-def conditional(
-    equation: Equation, energies: Sequence[Tensor], linear: Sequence[float], us: Sequence[Tensor], bond: int, a: float
-) -> tuple[float, dict[float, Tensor]]:
-    """The terms ``(linear, falling)`` of ``-log p(u | cores, other bonds)`` for the bond number `bond`.
+def falling_terms(
+    equation: Equation, energies: Sequence[Tensor], us: Sequence[Tensor], bond: int
+) -> dict[float, Tensor]:
+    """What the conditional of the bond number `bond`, given cores and other bonds, has of ``exp(-p * u)``, per power p.
 
-    Per index it is, up to a constant, ``linear * u + sum over p of falling[p] * exp(-p * u) + b * exp(u)``: convex in
-    ``u``, since all coefficients are positive. A core where the bond has power p contributes to ``falling[p]`` half its
-    `energies` at the index, divided by what the other bonds give to the variance. The argument `linear` is from
-    `linear_terms`.
+    Per index ``-log p(u | cores, other bonds)`` is ``linear * u + sum over p of falling[p] * exp(-p * u) + b * exp(u)``
+    up to a constant: convex in ``u``. A core where the bond has power p contributes to ``falling[p]`` half its
+    `energies` at the index, divided by what its other bonds give to the variance.
 
     The gradient printed in the paper is the derivative with respect to an entry's *variance*: the chain-rule factor of
     the neighbouring lambda is missing, and the square at the first and last core is not treated. It does not agree with
@@ -174,11 +165,10 @@ def conditional(
     for core, energy in zip(_plan(equation), energies, strict=True):
         for own, power, view in zip(core.bonds, core.powers, core.views, strict=True):
             if own == bond:
-                others = [axis for axis, size in enumerate(view) if size == 1]
-                half = energy * _precision(core, us, without=bond) * 0.5
-                half = half.sum(others) if others else half
+                half = 0.5 * energy * _precision(core, us, without=bond)
+                half = half.sum([axis for axis, size in enumerate(view) if size == 1]) if len(view) > 1 else half
                 falling[power] = falling[power] + half if power in falling else half
-    return linear[bond] - (a - 1.0), falling
+    return falling
 
 
 def _slope(u: Tensor, linear: float | Tensor, falling: Falling, b: float) -> tuple[Tensor, Tensor]:
@@ -192,7 +182,7 @@ def _slope(u: Tensor, linear: float | Tensor, falling: Falling, b: float) -> tup
 
 
 def newton_step(u: Tensor, linear: float | Tensor, falling: Falling, b: float) -> Tensor:
-    """One clipped Newton step towards the minimum of the convex `conditional`."""
+    """One clipped Newton step towards the minimum of the convex conditional."""
     slope, curvature = _slope(u, linear, falling, b)
     return u - (slope / curvature).clamp(-MAX_NEWTON_STEP, MAX_NEWTON_STEP)
 
@@ -231,17 +221,17 @@ def sweep(
     equation: Equation,
     cores: Sequence[Tensor],
     us: Sequence[Tensor],
+    linear: Linear,
     move: Move,
-    a: float = GAMMA_SHAPE,
     floor: float = FLOOR,
-    start: tuple[int, ...] | None = None,
     sweeps: int = 1,
 ) -> list[Tensor]:
     """``u`` of every bond after rounds of one step per bond on its conditional, in `update_order`."""
-    own, linear = energies(equation, cores), linear_terms(equation, tuple(core.shape for core in cores), start)
+    own = energies(equation, cores)
     result = [u.to(own[0].dtype) for u in us]  # half precision has energies in single
     for bond in update_order(equation) * sweeps:
-        result[bond] = apply_floor(move(result[bond], *conditional(equation, own, linear, result, bond, a)), floor)
+        moved = move(result[bond], linear[bond], falling_terms(equation, own, result, bond))
+        result[bond] = apply_floor(moved, floor)
     return [u.to(before.dtype) for u, before in zip(result, us, strict=True)]
 
 
@@ -256,4 +246,5 @@ def conditional_mode(
     sweeps: int = 100,
 ) -> list[Tensor]:
     """``u`` moved towards its joint mode given the cores, by rounds of Newton steps."""
-    return sweep(equation, cores, us, partial(newton_step, b=b), a, floor, start, sweeps)
+    linear = linear_terms(equation, tuple(core.shape for core in cores), start, a)
+    return sweep(equation, cores, us, linear, partial(newton_step, b=b), floor, sweeps)

@@ -49,25 +49,9 @@ class Group:
         """``log p`` of all cores and lambdas, differentiable with respect to both."""
         terms = []
         for name, weight in self.weights.items():
-            state, cores = self._state(name), list(weight.cores)
-            terms.append(density.log_prob(weight.equation, cores, state.log_lambdas, a, b, state.start, other_variance))
+            cores, us, linear = list(weight.cores), self._state(name).log_lambdas, self._linear(name, a)
+            terms.append(density.log_prob(weight.equation, cores, us, linear, a, b, other_variance))
         return total(terms)
-
-    def log_prob_and_gradients(self, a: float, b: float, other_variance: float) -> tuple[Tensor, list[Tensor]]:
-        """`log_prob`, and its gradient with respect to every core in the order of `cores`, in closed form.
-
-        Gradients of half-precision cores are in single precision.
-        """
-        terms, gradients = [], []
-        for name, weight in self.weights.items():
-            state, cores = self._state(name), density.exact(list(weight.cores))
-            us, equation = state.log_lambdas, weight.equation
-            inverse = density.precisions(equation, us, other_variance)
-            own = [core * -precision for core, precision in zip(cores, inverse, strict=True)]
-            squares = [-torch.dot(core.flatten(), pull.flatten()) for core, pull in zip(cores, own, strict=True)]
-            terms.append(density.with_constants(equation, cores, squares, us, a, b, state.start, other_variance))
-            gradients += own
-        return total(terms), gradients
 
     @torch.no_grad()
     def move_(self, move: Move, a: float, floor: float, sweeps: int = 1) -> None:
@@ -116,10 +100,14 @@ class Group:
         assert state is not None
         return state
 
+    def _linear(self, name: str, a: float) -> tuple[float, ...]:
+        weight = self.weights[name]
+        shapes = tuple(core.shape for core in weight.cores)
+        return density.linear_terms(weight.equation, shapes, self._state(name).start, a)
+
     def _move_(self, name: str, move: Move, a: float, floor: float, sweeps: int) -> None:
-        weight, state = self.weights[name], self._state(name)
-        us = state.log_lambdas
-        moved = density.sweep(weight.equation, list(weight.cores), us, move, a, floor, state.start, sweeps)
+        weight, us = self.weights[name], self._state(name).log_lambdas
+        moved = density.sweep(weight.equation, list(weight.cores), us, self._linear(name, a), move, floor, sweeps)
         for u, new in zip(us, moved, strict=True):
             u.copy_(new)
 

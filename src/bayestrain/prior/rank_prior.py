@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayestrain.errors import BayesTrainError, ConfigError, DecayWarning
+from bayestrain.errors import ConfigError, DecayWarning
 from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE, FactorizedWeight
 from bayestrain.nn.fast import fast
 from bayestrain.nn.layer import own_precision
@@ -80,23 +80,22 @@ class NormalPrior:
         return False
 
     def log_prob(self) -> Tensor:
-        """``log p`` of all parameters and lambdas, unweighted, every constant included."""
-        return _with_others([], self._parameters(), self.variance)
+        """``log p`` of all parameters and lambdas, unweighted, every constant included; differentiable."""
+        found: list[Any] = [module._parameters[name] for module, name in self._others]
+        flat = density.exact([parameter.reshape(-1) for parameter in found])
+        if not flat:
+            return torch.zeros(())
+        small = [tensor for tensor in flat if tensor.numel() <= SMALL]
+        parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
+        entries, squares = sum(tensor.numel() for tensor in flat), total([part.square().sum() for part in parts])
+        return -0.5 * (squares / self.variance + entries * math.log(2 * math.pi * self.variance))
 
     def loss(self, weight: Tensor | float | None = None) -> Tensor:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data.
 
-        Its gradient is known in closed form, so it is one node for autograd. `weight` replaces `current_weight`: a
-        0-dim tensor, for a captured step that must see it change.
+        `weight` replaces `current_weight`: a 0-dim tensor, for a captured step that must see it change.
         """
-        scale = (self.current_weight if weight is None else weight) / self.num_data
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # as by torch.vmap
-        if transformed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return self.log_prob() * -scale
-        groups = self._groups()
-        cores = [core for group in groups for core in group.cores()]
-        loss: Tensor = _Loss.apply(self, groups, scale, *cores, *self._parameters())  # type: ignore[no-untyped-call]
-        return loss
+        return self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
 
     def step(self) -> None:
         """After the optimiser's step: update what gradients do not train."""
@@ -116,13 +115,6 @@ class NormalPrior:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state_dict`."""
         self.steps, self.weight = int(state["steps"]), float(state["weight"])
-
-    def _groups(self) -> Sequence[Group]:
-        return ()
-
-    def _parameters(self) -> list[Any]:
-        """The parameters that are no cores under a lambda, or what stands in for them now."""
-        return [module._parameters[name] for module, name in self._others]
 
 
 class RankPrior(NormalPrior):
@@ -210,17 +202,19 @@ class RankPrior(NormalPrior):
         return self.align_every > 0 and (self.steps + 1) % self.align_every == 0
 
     def log_prob(self) -> Tensor:
-        terms = [group.log_prob(self.a, self.b, self.variance) for group in self._groups()]
-        return _with_others(terms, self._parameters(), self.variance)
+        self._check_lambda()
+        terms = [group.log_prob(self.a, self.b, self.variance) for group in self.groups]
+        return total([*terms, super().log_prob()])
 
     @torch.no_grad()
     def step(self) -> None:
         """After the optimiser's step: hold the scales that are free, align if it is due, then move every lambda."""
+        self._check_lambda()
         align = self.aligns_next
         self.steps += 1
         newton = partial(density.newton_step, b=self.b)
         move = newton if self.update == "newton" else partial(density.gradient_step, b=self.b, rate=RATE)
-        for group in self._groups():
+        for group in self.groups:
             with own_precision(group.cores()[0]):
                 group.hold_scale_()
                 if align:
@@ -235,10 +229,9 @@ class RankPrior(NormalPrior):
         for weight in self.weights.values():
             weight.rank_state = None
 
-    def _groups(self) -> Sequence[Group]:
+    def _check_lambda(self) -> None:
         if any(weight.rank_state is None for weight in self.weights.values()):
             raise ConfigError("The model has lost its lambda: the prior was removed. Make a new RankPrior to continue.")
-        return self.groups
 
 
 def _places(model: nn.Module, without: Iterable[Tensor]) -> list[tuple[nn.Module, str]]:
@@ -267,49 +260,6 @@ def make_groups(weights: dict[str, FactorizedWeight], held: Mapping[str, Held]) 
     group: Group | None = None if together is None else together(weights, held)
     rest = {name: own for name, own in weights.items() if group is None or name not in group.weights}
     return ([group] if group is not None else []) + ([Group(rest, held)] if rest else [])
-
-
-class _Loss(torch.autograd.Function):
-    """``-scale * log p`` of a prior, with its gradients in closed form."""
-
-    @staticmethod
-    def forward(ctx: Any, prior: Any, groups: Sequence[Group], scale: Tensor | float, *parameters: Tensor) -> Tensor:
-        found = [group.log_prob_and_gradients(prior.a, prior.b, prior.variance) for group in groups]
-        gradients = [gradient for _, own in found for gradient in own]
-        others = parameters[len(gradients) :]
-        ctx.scale, ctx.variance, ctx.cores = scale, prior.variance, len(gradients)
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
-        ctx.save_for_backward(*gradients, *others)
-        return _with_others([term for term, _ in found], others, prior.variance) * -scale
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise BayesTrainError(
-                "prior.loss() has no second derivative. Type -prior.current_weight / prior.num_data * prior.log_prob() "
-                "in its place, which has one."
-            )
-        factor, saved = grad * -ctx.scale, ctx.saved_tensors
-        gradients = _scaled(saved[: ctx.cores], factor) + _scaled(saved[ctx.cores :], factor / -ctx.variance)
-        return None, None, None, *(own.to(dtype) for own, dtype in zip(gradients, ctx.dtypes, strict=True))
-
-
-def _scaled(tensors: tuple[Tensor, ...], factor: Tensor) -> list[Tensor]:
-    if tensors and all(tensor.device == factor.device for tensor in tensors):
-        return list(torch._foreach_mul(tensors, factor))
-    return [tensor * factor.to(tensor.device) for tensor in tensors]
-
-
-def _with_others(terms: list[Tensor], others: Sequence[Tensor], variance: float) -> Tensor:
-    """The sum of `terms` and of ``log Normal(0, variance)`` of all entries of the others."""
-    flat = density.exact([tensor.reshape(-1) for tensor in others])
-    small = [tensor for tensor in flat if tensor.numel() <= SMALL]
-    parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
-    entries = sum(tensor.numel() for tensor in flat)
-    if parts:
-        squares = total([part.square().sum() for part in parts])
-        terms = [*terms, -0.5 * (squares / variance + entries * math.log(2 * math.pi * variance))]
-    return total(terms) if terms else torch.zeros(())
 
 
 def check_weight_decay(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
