@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.formats import Equation, algebra, get
+from bayestrain.formats import Equation, algebra, get, trees
 from bayestrain.formats.align import align, balance
 
 SEEDED = [pytest.param(equation, seed, id=f"{seed}: {equation}") for seed, equation in enumerate(EQUATIONS)]
+TREES = [equation for equation in EQUATIONS if equation.is_tree]
+
+
+def ranks_of(cores: list[Tensor], equation: Equation) -> tuple[int, ...]:
+    return equation.ranks([core.shape for core in cores])
 
 
 def reference(equation: Equation, cores: list[Tensor]) -> np.ndarray:
@@ -77,21 +84,44 @@ def test_aligning_changes_no_tensor_and_survives_a_hostile_gauge(equation: Equat
     assert_close(reference(equation, align(equation, cores)), whole, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["train", "tucker", "star", "tucker-2, one mode without a core"])
-def test_in_a_tree_every_index_becomes_a_singular_direction(name: str) -> None:
-    equation = NAMED[name]
-    cores = random_cores(equation, 3, sizes=(4, 5), ranks=(2, 4))
-    whole = algebra.dense(equation, cores)
-    aligned = align(equation, cores, live=1e-9)
+def singular_values(equation: Equation, whole: Tensor, bond: str) -> Tensor:
+    """Those of a tree's full tensor, unfolded at a bond."""
+    inside = {m for k in equation.side(equation.owners(bond)[0], without=bond) for m in equation.cores[k]}
+    order = sorted(range(whole.ndim), key=lambda n: equation.modes[n] not in inside)
+    rows = [whole.shape[n] for n in order if equation.modes[n] in inside]
+    return torch.linalg.svdvals(whole.permute(order).reshape(math.prod(rows), -1))
+
+
+def close_to_start(found: Tensor, expected: Tensor, tol: float) -> None:
+    """The two agree where both have entries, and the others are zero."""
+    count = max(len(found), len(expected))
+    pad = [torch.cat([own, own.new_zeros(count - len(own))]) for own in (found, expected)]
+    assert_close(*pad, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("equation", TREES, ids=str)
+def test_in_a_tree_every_index_becomes_a_singular_direction(equation: Equation) -> None:
+    cores = random_cores(equation, 3, sizes=(3, 4), ranks=(2, 4))
+    whole, aligned = algebra.dense(equation, cores), align(equation, cores, live=1e-9)
     for bond, found in zip(equation.bonds, algebra.contributions(equation, aligned), strict=True):
-        left, _ = equation.owners(bond)
-        inside = {m for k in equation.side(left, without=bond) for m in equation.cores[k] if m in equation.modes}
-        order = [n for n, m in enumerate(equation.modes) if m in inside]
-        rest = [n for n in range(len(equation.modes)) if n not in order]
-        unfolded = whole.permute(*order, *rest).reshape(int(np.prod([whole.shape[n] for n in order])), -1)
-        singular = torch.linalg.svdvals(unfolded)[: len(found)]
-        found = torch.cat([found.sort(descending=True).values, found.new_zeros(max(0, len(singular) - len(found)))])
-        assert_close(found[: len(singular)], singular, rtol=1e-6, atol=1e-6)
+        close_to_start(found.sort(descending=True).values, singular_values(equation, whole, bond), 1e-6)
+
+
+@pytest.mark.parametrize("equation", TREES, ids=str)
+def test_a_tree_is_rounded_by_its_singular_values(equation: Equation) -> None:
+    cores = random_cores(equation, 5, sizes=(3, 4), ranks=(2, 4))
+    cores[0] = cores[0] * 1e30  # their squares are in range, too
+    cores[-1] = cores[-1] * 1e-30
+    whole, full = algebra.dense(equation, cores), [64] * len(equation.bonds)
+    spectra = [singular_values(equation, whole, bond) for bond in equation.bonds]
+    for found, expected in zip(trees.singular_values(equation, cores), spectra, strict=True):
+        close_to_start(found, expected, 1e-12)
+    exact = tuple(int((own > 1e-10 * own[0]).sum()) for own in spectra)
+    for tol in (0.0, 0.1, 0.5):
+        for found in (trees.round(equation, cores, tol, full), trees.decompose(equation, whole, tol, full)):
+            assert float((algebra.dense(equation, found) - whole).norm() / whole.norm()) <= max(tol, 1e-12)
+            assert tol > 0.0 or ranks_of(found, equation) == exact
+    assert set(ranks_of(trees.round(equation, cores, 0.0, [1] * len(full)), equation)) <= {1}
 
 
 def test_balancing_gives_every_core_the_same_share_of_each_component() -> None:
@@ -111,7 +141,7 @@ def test_refitting_brings_cut_cores_nearer_to_the_tensor_they_came_from(equation
     cores = random_cores(equation, seed, sizes=(3, 4), ranks=(3, 3))
     whole = algebra.dense(equation, cores)
     cut = algebra.keep(equation, cores, equation.bonds[0], torch.tensor([0, 1]))
-    refitted = algebra.refit(equation, cut, cores, sweeps=2)
+    refitted = algebra.refit(equation, cut, algebra.operands(equation, cores), sweeps=2)
     assert [core.shape for core in refitted] == [core.shape for core in cut]
     before, after = (float((algebra.dense(equation, own) - whole).norm()) for own in (cut, refitted))
     assert after <= before * (1 + 1e-6)

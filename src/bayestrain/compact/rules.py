@@ -172,7 +172,7 @@ def _refitted(seen: Seen, particles: Particles) -> Particles:
     """The cores of every particle, fitted to what its weight was, where that brings them nearer."""
     result = []
     for whole, cores in zip(seen.particles, particles, strict=True):
-        fitted = algebra.refit(seen.equation, cores, whole, SWEEPS)
+        fitted = algebra.refit(seen.equation, cores, algebra.operands(seen.equation, whole), SWEEPS)
         before, after = (relative_change(seen.layout, seen.equation, whole, each) for each in (cores, fitted))
         result.append(fitted if after < before else cores)
     return result

@@ -1,4 +1,4 @@
-"""Low-rank formats: each is an einsum and a way to decompose a tensor; the rest follows from the equation.
+"""Low-rank formats: each is an einsum, and everything else follows from it.
 
 To add a format, write one file with a `Format` and name it in `FORMATS` (docs/tutorials/new_format.py).
 """
@@ -15,9 +15,11 @@ FORMATS: tuple[Format, ...] = (TensorTrain(),)
 
 def get(name: str | Format) -> Format:
     """The format of this name; a `Format` is returned as it is."""
-    for format in FORMATS if isinstance(name, str) else (name,):
-        if isinstance(format, Format) and name in (format, format.name):
+    for format in FORMATS:
+        if name == format.name:
             return format
+    if isinstance(name, Format):
+        return name
     raise ConfigError(f"format must be one of {tuple(format.name for format in FORMATS)}, got {name!r}.")
 
 

@@ -248,26 +248,26 @@ def max_ranks(equation: Equation, mode_sizes: Sequence[int], max_rank: int | Seq
 
 
 def refit(
-    equation: Equation, cores: Sequence[Tensor], target: Sequence[Tensor], sweeps: int = 2, jitter: float = 1e-12
+    equation: Equation, cores: Sequence[Tensor], target: Sequence[Operand], sweeps: int = 2, jitter: float = 1e-12
 ) -> list[Tensor]:
-    """Cores of the same shapes, nearer to the tensor of the cores `target`, by alternating least squares.
+    """Cores of the same shapes, nearer to the tensor that contracting `target` makes, by alternating least squares.
 
-    Each core in turn is the exact least-squares solution given the others. Neither tensor is materialised.
+    Each core in turn is the exact least-squares solution given the others. Neither tensor is materialised: the target
+    may be the `operands` of a larger network.
     """
-    result, goal_cores = [core.double() for core in cores], [core.double() for core in target]
+    result, goal = [core.double() for core in cores], [(tensor.double(), labels) for tensor, labels in target]
     for _ in range(sweeps):
         for k, labels in enumerate(equation.cores):
-            if not (own := equation.bonds_of(k)):
-                continue
+            own = equation.bonds_of(k)
+            modes = tuple(label for label in labels if label not in own)
+            primes = tuple(f"{bond}'" for bond in own)
             others, twins = operands(equation, result), operands(equation, result, equation.bonds)
             del others[k], twins[k]
-            primes = tuple(f"{bond}'" for bond in own)
-            modes = tuple(label for label in labels if label not in own)
             width = math.prod(result[k].shape[labels.index(bond)] for bond in own)
             matrix = contract([*others, *twins], (*primes, *own)).reshape(width, width)
-            goal = contract([*operands(equation, goal_cores), *twins], (*primes, *modes))
-            ridge = jitter * matrix.diagonal().amax().clamp_min(torch.finfo(matrix.dtype).tiny)
+            right = contract([*goal, *twins], (*primes, *modes))
+            ridge = (jitter * matrix.diagonal().amax()).clamp_min(torch.finfo(matrix.dtype).tiny)
             eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
-            solved = torch.linalg.solve(matrix + ridge * eye, goal.reshape(width, -1)).reshape(goal.shape)
+            solved = torch.linalg.solve(matrix + ridge * eye, right.reshape(width, -1)).reshape(right.shape)
             result[k] = solved.permute([(*own, *modes).index(label) for label in labels])
     return [new.to(old.dtype) for new, old in zip(result, cores, strict=True)]

@@ -70,10 +70,22 @@ class Equation:
         return tuple({bond: 2 / len(self.bonds_of(k)) for bond in self.bonds_of(k)} for k in range(len(self.cores)))
 
     @cached_property
+    def branches(self) -> tuple[tuple[int, int, str], ...]:
+        """``(core, parent, bond)`` of all cores that hang on core 0, directly or not, children before their parents."""
+        found, reached = [], [0]
+        for k in reached:
+            for bond in self.bonds_of(k):
+                for child in self.owners(bond):
+                    if child not in reached:
+                        reached.append(child)
+                        found.append((child, k, bond))
+        return tuple(found[::-1])
+
+    @cached_property
     def is_tree(self) -> bool:
         """Whether cutting any bond splits the network in two: every bond joins two cores, and there is no loop."""
-        pairs = all(len(self.owners(bond)) == 2 for bond in self.bonds) and len(self.bonds) == len(self.cores) - 1
-        return pairs and len(self.side(0, without="")) == len(self.cores)
+        pairs = all(len(self.owners(bond)) == 2 for bond in self.bonds)
+        return pairs and len(self.bonds) == len(self.branches) == len(self.cores) - 1
 
     def owners(self, label: str) -> tuple[int, ...]:
         """The numbers of the cores that have this label."""
