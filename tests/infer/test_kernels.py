@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer import Kernel, diagnose, imq, median_bandwidth, rbf, stein_discrepancy
-from bayestrain.infer.kernels import squared_distances
+from bayestrain.infer import Kernel, diagnose, imq, kernels, median_bandwidth, rbf, stein_discrepancy
+from bayestrain.infer.particles import centre_, flatten
 
 F64 = torch.float64
 
 
 def all_alive(n: int) -> Tensor:
     return torch.ones(n, dtype=torch.bool)
+
+
+def squared_distances(particles: dict[str, Tensor], alive: Tensor) -> Tensor:
+    return kernels.squared_distances(centre_(flatten(particles), alive), alive)
 
 
 def distances_of(points: Tensor) -> Tensor:

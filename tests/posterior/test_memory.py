@@ -65,7 +65,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(monkeypatch: pytest.Monke
         posterior.step(*batch(5_000))
     posterior = Posterior(independent(wide, 4), 100)
     posterior.step(*batch(8))
-    assert posterior.method.chunk is not None
+    assert posterior._training_chunk is not None
 
 
 @needs_perf

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain import formats, infer
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
-from bayestrain.infer.kernels import rbf, squared_distances
-from bayestrain.infer.svgd import stein_direction_
+from bayestrain.infer.particles import flatten, unflatten
 from bayestrain.posterior import ClassPrediction, Posterior, Regression, RegressionPrediction, around, independent
 
 
@@ -40,13 +39,12 @@ class Loop:
                 gradients.setdefault(name, found.new_empty(n, *found.shape))[i] = found
         if self.svgd:
             particles = {k: torch.stack([m.get_parameter(k).detach() for m in self.networks]) for k in names}
-            alive = torch.ones(n, dtype=torch.bool)
-            kernel = rbf(squared_distances(particles, alive))
-            for name in names:
-                stein_direction_(particles[name].view(n, -1), gradients[name].view(n, -1), *kernel, alive)
+            method = infer.SVGD(lambda *_: (torch.zeros(0), {}), particles, sgd)
+            moves = method.direction(flatten(particles), flatten(gradients), torch.ones(n, dtype=torch.bool))
+            gradients = unflatten(moves, particles)
         for i, (model, optimizer) in enumerate(zip(self.networks, self.optimizers, strict=True)):
             for name in names:
-                model.get_parameter(name).grad = -gradients[name][i] * (n if self.svgd else 1) / NUM_DATA
+                model.get_parameter(name).grad = -gradients[name][i] / NUM_DATA
             optimizer.step()
         for prior in self.priors:
             prior.step()
@@ -158,8 +156,8 @@ def test_every_method_learns_saves_and_resumes_exactly(method: str, tmp_path: Pa
         (1, {}, "svgd needs at least 2 .* got 1.*MAP"),
         (2, {"method": "map"}, "map needs at most 1 .* got 2"),
         (2, {"method": "hmc"}, "method must be one of"),
-        (2, {"method": "sgld", "optimizer": adam}, "its own optimiser"),
-        (2, {"method": "ensemble", "kernel": rbf}, "Only svgd has a kernel"),
+        (2, {"method": "sgld", "optimizer": adam}, "sgld has no option 'optimizer'"),
+        (2, {"method": "ensemble", "kernel": infer.rbf}, "ensemble has no option 'kernel'"),
         (2, {"num_data": 0}, "num_data must be the number of training data"),
         (2, {"chunk": 0}, "chunk must be at least 1"),
         (2, {"temperature": 0.5}, "svgd has no option 'temperature'"),
@@ -359,5 +357,5 @@ def test_compaction_to_a_budget_and_fixed_ranks_have_another_prior() -> None:
     assert not posterior.method.optimizer.state
     posterior.step(*batch())
     prior = bt.prior.NormalPrior(posterior.particle(1), NUM_DATA, variance=7.0)  # type: ignore[attr-defined]
-    posterior.method.set_lr(0.0)
+    posterior.method.optimizer.param_groups[0]["lr"] = 0.0
     torch.testing.assert_close(posterior.step(*batch()).log_prior[1], prior.log_prob().detach())

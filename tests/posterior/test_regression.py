@@ -127,10 +127,8 @@ def test_precision_graph_and_repr() -> None:
     assert prediction.particle_means.dtype == torch.float32
     assert prediction.mean.dtype == prediction.std.dtype == torch.float64
     assert not prediction.mean.requires_grad
-    assert repr(prediction).startswith("RegressionPrediction(4 particles, 6 inputs, 2 outputs; mean variance ")
-    column = RegressionPrediction(MEANS[..., :1], VARIANCES[..., :1])
-    assert repr(column).startswith("RegressionPrediction(4 particles, 6 inputs; mean variance ")
-    assert repr(SCALAR.subset([])) == "RegressionPrediction(4 particles, 0 inputs)"
+    assert repr(prediction).startswith("RegressionPrediction(particles=4, inputs=6, total=")
+    assert repr(SCALAR.subset([])) == "RegressionPrediction(particles=4, inputs=0)"
 
 
 def test_errors_say_what_to_do() -> None:

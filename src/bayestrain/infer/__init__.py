@@ -1,13 +1,19 @@
-"""Inference on stacked tensors: a log density goes in, particles come out. Depends on torch only.
+"""Inference on stacked tensors: gradients of a log density go in, particles come out. Depends on torch only.
 
-Every method is built from a log density and starting particles, and then stepped.
+Every method is built from a function that computes gradients and from starting particles, and is then stepped::
+
+    method = SVGD(value_and_grad(log_density), particles, lambda named: torch.optim.Adam(named, lr=1e-2))
+    for batch in batches:
+        method.step(batch)
+
+A new method is one file: a subclass of `Method` that overrides `direction`, and its name in `METHODS`.
 """
 
 from bayestrain.infer.diagnostics import Diagnostics, diagnose, stein_discrepancy
 from bayestrain.infer.ensemble import Ensemble
 from bayestrain.infer.kernels import Kernel, imq, median_bandwidth, rbf
 from bayestrain.infer.map import MAP
-from bayestrain.infer.method import MakeOptimizer, Method, StepInfo
+from bayestrain.infer.method import MakeOptimizer, Method, StepInfo, value_and_grad
 from bayestrain.infer.particles import count, stack
 from bayestrain.infer.sgld import SGLD
 from bayestrain.infer.svgd import SVGD
@@ -16,5 +22,5 @@ METHODS: dict[str, type[Method]] = {method.name: method for method in (SVGD, Ens
 
 __all__ = [
     "MAP", "METHODS", "SGLD", "SVGD", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
-    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "stein_discrepancy",
+    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "stein_discrepancy", "value_and_grad",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kernels between particles as functions of squared distances; every tensor here is ``(n, n)``.
+"""Kernels between particles as functions of squared distances; every matrix here is ``(n, n)``.
 
 A kernel is any callable that maps the squared distances ``d2`` to ``(K, dK/d(d2))``. That is all SVGD needs, because
 the gradient of a radial kernel is ``grad_x K(x, y) = 2 * dK/d(d2) * (x - y)``. A particle that must not count has
@@ -11,20 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bayestrain.infer.particles import Particles, centred, columns, matrices
-
 Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-@torch.no_grad()
-def squared_distances(particles: Particles, alive: Tensor) -> Tensor:
-    """Squared distances of all pairs; infinite for particles that are not `alive`.
-
-    They come from the Gram matrix of the centred particles: centring keeps the small differences of particles that lie
-    close together but far from the origin.
-    """
-    gram = sum((block := centred(part, alive)) @ block.mT for whole in matrices(particles) for part in columns(whole))
-    assert isinstance(gram, Tensor)
+def squared_distances(rows: Tensor, alive: Tensor) -> Tensor:
+    """Squared distances of all pairs of rows ``(n, D)``, which are centred; infinite for rows that are not `alive`."""
+    gram = rows @ rows.mT
     norms = gram.diagonal()
     lengths = norms[:, None] + norms
     distances = lengths - 2 * gram

@@ -1,6 +1,7 @@
 """Particles: a dict of stacked tensors, each with the particles along its first dimension."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -9,9 +10,6 @@ from bayestrain.errors import ShapeError
 
 Particles = Mapping[str, Tensor]
 """``{name: (n, ...)}``; particle i is ``{name: tensor[i]}``."""
-
-BLOCK = 1 << 16
-"""Columns processed at once, which bounds the size of temporary copies."""
 
 
 def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -39,48 +37,24 @@ def count(particles: Particles) -> int:
     return next(iter(sizes.values()))
 
 
-def groups(particles: Particles) -> list[list[str]]:
-    """Group the names so that each group is processed as one matrix.
+def flatten(particles: Particles) -> Tensor:
+    """Return the particles as rows of one new matrix ``(n, D)``, in at least single precision."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in particles.values()), torch.float32)
+    return torch.cat([tensor.detach().reshape(len(tensor), -1).to(dtype) for tensor in particles.values()], dim=1)
 
-    A large tensor is a group of its own; small tensors of one dtype share a group. A deep network has hundreds of small
-    tensors, and on a GPU an operation on one of them takes as long as one on all of them.
+
+def unflatten(rows: Tensor, like: Particles) -> dict[str, Tensor]:
+    """Return the columns of ``(n, D)`` in the names, shapes and dtypes of `like`."""
+    parts = rows.split([tensor[0].numel() for tensor in like.values()], dim=1)
+    named = zip(like.items(), parts, strict=True)
+    return {name: part.reshape(tensor.shape).to(tensor.dtype) for (name, tensor), part in named}
+
+
+def centre_(rows: Tensor, alive: Tensor) -> Tensor:
+    """Subtract the mean of the rows that are alive, in place; all other rows become zero.
+
+    Differences do not change, but small differences of particles far from the origin are no longer rounded away.
     """
-    found: list[list[str]] = []
-    open_groups: dict[torch.dtype, tuple[list[str], int]] = {}
-    for name, tensor in particles.items():
-        width = tensor.numel() // tensor.shape[0]
-        group, filled = open_groups.get(tensor.dtype, ([], BLOCK))
-        if width > BLOCK:
-            found.append([name])
-            continue
-        if not group or filled + width > BLOCK:
-            group, filled = [], 0
-            found.append(group)
-        group.append(name)
-        open_groups[tensor.dtype] = group, filled + width
-    return found
-
-
-def matrix(tensors: Sequence[Tensor]) -> Tensor:
-    """Flatten one tensor ``(n, ...)``, or concatenate several, to ``(n, columns)``."""
-    flat = [tensor.reshape(tensor.shape[0], tensor.numel() // tensor.shape[0]) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
-
-
-def matrices(particles: Particles) -> Iterator[Tensor]:
-    """Yield the matrix of every group."""
-    for names in groups(particles):
-        yield matrix([particles[name].detach() for name in names])
-
-
-def columns(whole: Tensor) -> Iterator[Tensor]:
-    """Yield views of at most `BLOCK` columns that together cover ``(n, columns)``."""
-    for start in range(0, whole.shape[1], BLOCK):
-        yield whole[:, start : start + BLOCK]
-
-
-def centred(block: Tensor, alive: Tensor) -> Tensor:
-    """Subtract the mean of the rows that are alive; all other rows become zero."""
     dead = ~alive[:, None]
-    living = block.masked_fill(dead, 0.0)
-    return living.sub_(living.sum(0) / alive.sum()).masked_fill_(dead, 0.0)
+    rows.masked_fill_(dead, 0.0)
+    return rows.sub_(rows.sum(0) / alive.sum().clamp_min(1)).masked_fill_(dead, 0.0)

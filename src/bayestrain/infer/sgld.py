@@ -9,14 +9,14 @@ the step may be preconditioned by their running size as in RMSprop (Li et al. 20
 preconditioner's derivative, as they recommend).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer.method import LogDensity, Method
+from bayestrain.infer.method import Gradients, Method
 from bayestrain.infer.particles import Particles
 
 
@@ -31,11 +31,12 @@ class SGLD(Method):
     """
 
     name: ClassVar[str] = "sgld"
+    options: ClassVar[frozenset[str]] = frozenset({"lr", "temperature", "memory", "seed", "clip"})
     optimizer: "Langevin"
 
     def __init__(
         self,
-        log_density: LogDensity,
+        gradients: Gradients,
         particles: Particles,
         lr: float = 1e-3,
         *,
@@ -55,10 +56,11 @@ class SGLD(Method):
             noise = temperature * scale  # because the gradients are scaled
             return Langevin(named, seed, lr=lr, temperature=noise, memory=memory)
 
-        super().__init__(log_density, particles, make, scale=scale, **options)
+        super().__init__(gradients, particles, make, scale=scale, **options)
 
-    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:  # noqa: ARG002
+    def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
         self.optimizer.alive = alive
+        return gradients
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "noise": self.optimizer.generator.get_state()}
@@ -73,7 +75,10 @@ class SGLD(Method):
 
 
 class Langevin(torch.optim.Optimizer):
-    """Gradient descent with noise, for tensors of stacked particles."""
+    """Gradient descent with noise, for tensors of stacked particles.
+
+    An optimiser, so that its state of every tensor is sliced along when ranks are cut.
+    """
 
     def __init__(self, named: list[tuple[str, Tensor]], seed: int, **settings: float) -> None:
         super().__init__(named, settings)

@@ -14,15 +14,16 @@ distance with slope K', ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)``, so b
 No tensor of size ``n x n x D`` is made.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from bayestrain.infer.kernels import Kernel, rbf, squared_distances
-from bayestrain.infer.method import LogDensity, MakeOptimizer, Method
-from bayestrain.infer.particles import Particles, centred, columns, matrices
+from bayestrain.infer.method import Gradients, MakeOptimizer, Method
+from bayestrain.infer.particles import Particles, centre_
+
+BLOCK = 1 << 16
+"""Columns computed at once, which bounds the size of temporary matrices."""
 
 
 class SVGD(Method):
@@ -32,40 +33,34 @@ class SVGD(Method):
 
     Args:
         kernel: a function of squared distances, see `infer.kernels`.
-        times_n: multiply phi by the number of particles. A particle far from all others then moves along its own
-            gradient, so that learning rates do not depend on n.
+        times_n: multiply phi by the number of particles, so that learning rates do not depend on n: a particle far from
+            all others moves along its own gradient.
     """
 
     name: ClassVar[str] = "svgd"
+    options: ClassVar[frozenset[str]] = Method.options | {"kernel", "times_n"}
     fewest: ClassVar[int] = 2
     advice: ClassVar[str] = "A single particle has nothing to be repelled by: use MAP for a single point."
 
     def __init__(
         self,
-        log_density: LogDensity,
+        gradients: Gradients,
         particles: Particles,
         optimizer: MakeOptimizer,
         *,
         kernel: Kernel = rbf,
-        times_n: bool = False,
+        times_n: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(log_density, particles, optimizer, **options)
+        super().__init__(gradients, particles, optimizer, **options)
         self.kernel, self.times_n = kernel, times_n
 
-    def direction_(self, gradients: Sequence[Tensor], alive: Tensor) -> None:
-        K, slope = self.kernel(squared_distances(self.particles, alive))  # (n, n) each
-        for theta, g in zip(matrices(self.particles), gradients, strict=True):
-            stein_direction_(theta, g, K.to(g.dtype), slope.to(g.dtype), alive)
-            if self.times_n:
-                g.mul_(alive.sum())
-
-
-@torch.no_grad()
-def stein_direction_(particles: Tensor, gradients: Tensor, K: Tensor, slope: Tensor, alive: Tensor) -> None:
-    """Replace the gradients by phi, both ``(n, D)``; particles that are not `alive` have no influence."""
-    for theta, g in zip(columns(particles), columns(gradients), strict=True):
-        theta = centred(theta, alive)  # the repulsion depends on differences only; centring keeps small ones exact
-        drive = K @ g  # (n, n) @ (n, columns)
-        repulsion = 2 * (slope @ theta - slope.sum(1, keepdim=True) * theta)
-        g.copy_((drive + repulsion) / alive.sum().clamp_min(1))
+    def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:
+        theta = centre_(theta, alive)  # the repulsion depends on differences only
+        K, slope = self.kernel(squared_distances(theta, alive))  # (n, n) each
+        n = 1 if self.times_n else alive.sum().clamp_min(1)
+        for t, g in zip(theta.split(BLOCK, dim=1), gradients.split(BLOCK, dim=1), strict=True):
+            drive = K @ g  # (n, n) @ (n, columns)
+            repulsion = 2 * (slope @ t - slope.sum(1, keepdim=True) * t)
+            g.copy_((drive + repulsion) / n)
+        return gradients

@@ -17,9 +17,7 @@ SHARPEST, FLATTEST = 0.1, 10.0
 
 def at_temperature(probs: Tensor, temperature: float) -> Tensor:
     """Return ``probs ** (1 / temperature)``, normalised over the last dimension."""
-    if temperature == 1.0:
-        return probs
-    return (probs.clamp_min(torch.finfo(probs.dtype).tiny).log() / temperature).softmax(-1)
+    return probs if temperature == 1.0 else (_logs(probs) / temperature).softmax(-1)
 
 
 def fit_temperature(particle_probabilities: Tensor, labels: Tensor) -> float:
@@ -35,25 +33,16 @@ def fit_temperature(particle_probabilities: Tensor, labels: Tensor) -> float:
             "Calibration needs probabilities (particles, data, classes) and one label per datum, got "
             f"{shape} and {tuple(labels.shape)}."
         )
-    mixture = particle_probabilities.detach().mean(0, dtype=torch.float64)
-    log_mixture = mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
-    index = labels.to(mixture.device)[:, None]
-
-    def loss(log_temperature: float) -> float:
-        return -float((log_mixture / math.exp(log_temperature)).log_softmax(1).gather(1, index).mean())
-
-    # Golden-section search: the loss is convex in 1 / temperature, so it has one minimum.
+    logs = _logs(particle_probabilities.detach().mean(0, dtype=torch.float64))
+    of_labels = float(logs.gather(1, labels.to(logs.device)[:, None]).mean())
+    # The log likelihood is concave in 1 / temperature. It rises while the labels' logs exceed those expected.
     low, high = math.log(SHARPEST), math.log(FLATTEST)
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = loss(left), loss(right)
     while high - low > 1e-3:
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = loss(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = loss(right)
+        middle = (low + high) / 2
+        expected = float(((logs / math.exp(middle)).softmax(1) * logs).sum(1).mean())
+        low, high = (low, middle) if of_labels > expected else (middle, high)
     return math.exp((low + high) / 2)
+
+
+def _logs(probs: Tensor) -> Tensor:
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

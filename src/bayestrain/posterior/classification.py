@@ -13,22 +13,21 @@ from torch import Tensor
 from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.posterior.calibration import at_temperature
 from bayestrain.posterior.metrics import LEAST, checked_labels, classification_metrics, mean_log_probability
-from bayestrain.posterior.prediction import Indices, concatenate, detached, select, tails
+from bayestrain.posterior.prediction import Prediction, tails
 
 CLEAR = 0.1
 """Below this total uncertainty, in nats, a prediction counts as clear."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ClassPrediction:
+class ClassPrediction(Prediction):
     """The probabilities that n particles give to C classes of N inputs, with entropies in nats.
 
-    The particles' tensor keeps its precision; everything computed from it is in double precision. A `temperature` other
-    than 1 (see `fit_temperature`) sharpens or flattens the reported probabilities and intervals, and changes neither
-    the particles nor the uncertainties that follow from them.
+    A `temperature` other than 1 (see `fit_temperature`) sharpens or flattens the reported probabilities and intervals,
+    and changes neither the particles nor the uncertainties that follow from them.
 
     >>> ClassPrediction(torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]))  # both are confident, of different classes
-    ClassPrediction(2 particles, 1 input, 2 classes; mean uncertainty 0.693 nats, 0.368 of it epistemic)
+    ClassPrediction(particles=2, inputs=1, total=0.6931, epistemic=0.3681)
     """
 
     particle_probabilities: Tensor
@@ -37,14 +36,13 @@ class ClassPrediction:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         probs = self.particle_probabilities
         if probs.ndim != 3 or probs.shape[0] < 1 or probs.shape[2] < 2:
             raise ShapeError(
                 "Probabilities must have shape (particles, inputs, classes) with at least 1 particle and 2 classes, "
                 f"got {tuple(probs.shape)}. For the (inputs, classes) of one network pass probabilities[None]."
             )
-        probs = detached(probs, "probabilities")
-        object.__setattr__(self, "particle_probabilities", probs)
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"temperature must be positive and finite, got {self.temperature}.")
         tolerance = 1e-4 if probs.dtype in (torch.float32, torch.float64) else 1e-2
@@ -57,17 +55,6 @@ class ClassPrediction:
                 f"{float(row.min()):.4g} and sum {float(row.sum()):.4g} (particle {particle}, input {index}). Pass "
                 "logits through .softmax(-1) first; look for inputs or weights that are not finite."
             )
-
-    def __len__(self) -> int:
-        return self.particle_probabilities.shape[1]
-
-    def __repr__(self) -> str:
-        n, number, classes = self.particle_probabilities.shape
-        size = f"{n} particle{'s' * (n != 1)}, {number} input{'s' * (number != 1)}, {classes} classes"
-        if number == 0:
-            return f"ClassPrediction({size})"
-        total, epistemic = float(self.total.mean()), float(self.epistemic.mean())
-        return f"ClassPrediction({size}; mean uncertainty {total:.3f} nats, {epistemic:.3f} of it epistemic)"
 
     @cached_property
     def mixture(self) -> Tensor:
@@ -134,36 +121,24 @@ class ClassPrediction:
         low, high = (_quantile(ordered, q) for q in tails(level))
         return low, high
 
-    def log_likelihood(self, labels: Tensor) -> float:
-        """Return the mean over the data of the log of the predicted probability."""
-        return mean_log_probability(self.mean, checked_labels(labels, self.mean))
+    def particle_log_likelihoods(self, targets: Tensor) -> Tensor:
+        labels = checked_labels(targets, self.particle_probabilities)
+        of_label = self.particle_probabilities.gather(2, labels.expand(len(self.particle_probabilities), -1)[..., None])
+        return of_label.squeeze(2).double().clamp_min(LEAST).log()
 
-    def mean_log_likelihood(self, labels: Tensor) -> float:
-        """Return the mean over the particles of their log likelihoods (the paper's figure); never the larger one."""
-        return float(self.particle_log_likelihood(labels).mean())
+    def log_likelihood(self, targets: Tensor) -> float:
+        """Return the mean over the data of the log of the predicted probability, which is at the `temperature`."""
+        return mean_log_probability(self.mean, checked_labels(targets, self.mean))
 
-    def particle_log_likelihood(self, labels: Tensor) -> Tensor:
-        """Return the log likelihood ``(n,)`` of each particle, as a mean over the data."""
-        n, number, _ = self.particle_probabilities.shape
-        labels = checked_labels(labels, self.particle_probabilities)
-        of_label = self.particle_probabilities.gather(2, labels.expand(n, number)[..., None])
-        return of_label.double().clamp_min(LEAST).log().mean((1, 2))
-
-    def metrics(self, labels: Tensor) -> dict[str, float]:
+    def metrics(self, targets: Tensor) -> dict[str, float]:
         """Return accuracy, both log likelihoods, expected calibration error and Brier score."""
-        return {**classification_metrics(self.mean, labels), "mean_log_likelihood": self.mean_log_likelihood(labels)}
+        return {**classification_metrics(self.mean, targets), "mean_log_likelihood": self.mean_log_likelihood(targets)}
 
-    def subset(self, indices: Indices) -> ClassPrediction:
-        """Return the prediction for some of the inputs."""
-        return ClassPrediction(select(self.particle_probabilities, indices), self.temperature)
-
-    @staticmethod
-    def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
-        """Concatenate the predictions of one posterior for several batches of inputs."""
+    @classmethod
+    def cat(cls, predictions: Sequence[ClassPrediction]) -> ClassPrediction:
         if len({prediction.temperature for prediction in predictions}) > 1:
             raise ConfigError("Predictions at different temperatures cannot be concatenated. Predict them again.")
-        probs = concatenate([prediction.particle_probabilities for prediction in predictions])
-        return ClassPrediction(probs, predictions[0].temperature)
+        return super().cat(predictions)
 
 
 def _entropy(probs: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Joint(nn.Module):
         return {"outputs": one_tensor(self.model(x))}
 
     def describe(self, x: Tensor) -> dict[str, Tensor]:
-        """What the likelihood says of the network's outputs."""
+        """What the likelihood predicts from the network's outputs."""
         return self.likelihood.describe(one_tensor(self.model(x)))
 
     def batched(self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class Joint(nn.Module):
             idle.append(joint)
 
     def forget_copies(self) -> None:
-        """Make new copies from here on, because the modules have changed."""
+        """Lend new copies from here on, because the modules have changed."""
         self._idle = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +127,10 @@ def _twin(module: Module) -> Module:
 
 
 def _aliases(joint: nn.Module) -> dict[str, str]:
-    """``{other place of a tensor: its first place}`` for tensors that stand in several modules."""
+    """``{other place of a tensor: its first place}`` for tensors that stand in several modules.
+
+    `functional_call` would look for them in every call, which takes as long as a small network's forward pass.
+    """
     first: dict[Tensor, str] = {}
     found = {}
     for path, module in joint.named_modules():

@@ -19,10 +19,7 @@ from bayestrain.posterior.metrics import checked_labels
 from bayestrain.posterior.prediction import Prediction
 
 FEW = 1024
-"""So many networks times inputs predict at once without a look at memory."""
-
-FEWEST = 3
-"""Inputs that batch norm's statistics are estimated from, at least: a single one has no variance."""
+"""So many networks times inputs predict at once without an estimate of memory."""
 
 
 class ParticleModel:
@@ -37,7 +34,7 @@ class ParticleModel:
     """
 
     chunk: int | None = None
-    """Particles that predict at once; None takes as many as memory suggests."""
+    """Particles that run at once; None takes as many as memory suggests."""
 
     def __init__(self, joint: Joint, particles: dict[str, Tensor], carried: dict[str, Tensor]) -> None:
         self.joint, self.particles, self.carried = joint, particles, carried
@@ -70,18 +67,17 @@ class ParticleModel:
         """Parameters of one particle, counted as `count_parameters` does."""
         return count_parameters(self.template)
 
+    @torch.no_grad()
     def particle(self, i: int) -> nn.Module:
         """Return particle i as a network of its own, in evaluation mode."""
         if not -len(self) <= i < len(self):
             raise ConfigError(f"i must be a particle from 0 to {len(self) - 1}, got {i}.")
         with self.joint.lent() as joint:
-            model = copy.deepcopy(joint.model)
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in {**self.particles, **self.carried}.items():
-                if name.startswith("model."):
-                    own[name.removeprefix("model.")].copy_(tensor[i])
-        return model
+            one = copy.deepcopy(joint)
+        own = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+        for name, tensor in {**self.particles, **self.carried}.items():
+            own[name].copy_(tensor[i])
+        return one.model
 
     def outputs(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Tensor:
         """Return what every particle's network returns for x, ``(n, N, ...)``, on x's device."""
@@ -119,16 +115,15 @@ class ParticleModel:
         with self.joint.lent() as joint:
             norms = {n: m for n, m in joint.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
             for x in (batch for batch in batches if len(batch)) if norms else ():
-                size, inputs = self._sizes(joint.eval(), tensors, Joint.outputs, x, len(x), None)
-                for part in x.tensor_split(-(-len(x) // max(inputs, FEWEST))):
-                    for name, norm in norms.items():
-                        if not seen:  # a value that is not finite would stay in an average
-                            self.carried[f"{name}.running_mean"].zero_()
-                            self.carried[f"{name}.running_var"].fill_(1.0)
-                        norm.train()
-                        norm.momentum = len(part) / (seen + len(part))  # the first replaces, others are averaged in
-                    seen += len(part)
-                    self._run(joint, tensors, Joint.outputs, part, size)
+                size, _ = self._sizes(joint.eval(), tensors, Joint.outputs, x, len(x), None)
+                for name, norm in norms.items():
+                    if not seen:  # a value that is not finite would stay in an average
+                        self.carried[f"{name}.running_mean"].zero_()
+                        self.carried[f"{name}.running_var"].fill_(1.0)
+                    norm.train()
+                    norm.momentum = len(x) / (seen + len(x))  # the first batch replaces, others are averaged in
+                seen += len(x)
+                self._run(joint, tensors, Joint.outputs, x, size)
 
     def to(self, device: torch.device | str) -> ParticleModel:
         """Return the same particles on another device, to predict with; a `Posterior` trains where it was made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import ConfigError, ParticleWarning
-from bayestrain.infer import METHODS, Diagnostics, Kernel, MakeOptimizer, Method, diagnose, rbf, stein_discrepancy
+from bayestrain.infer import METHODS, Diagnostics, Method, diagnose, stein_discrepancy, value_and_grad
 from bayestrain.infer.method import make_optimizer
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
-from bayestrain.posterior.joint import Joint, stack_joints
+from bayestrain.posterior.joint import Joint, Part, stack_joints
 from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood
 from bayestrain.posterior.metrics import checked_labels
 from bayestrain.posterior.model import ParticleModel
@@ -68,12 +68,11 @@ class Posterior(ParticleModel):
         method: "svgd", "ensemble", "sgld" or "map".
         prior: makes the prior of one network; default ``RankPrior(model, num_data)``, or ``NormalPrior`` if the network
             has no factorised weight.
-        optimizer: makes the particles' optimiser from named tensors; default Adam with a learning rate of 1e-3. Not for
-            "sgld".
-        kernel: SVGD's kernel (`infer.rbf`, `infer.imq`, or your own).
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A
             network that torch.vmap cannot run, such as an LSTM, needs 1.
-        options: further arguments of the method: `clip`; for "sgld" also `lr`, `temperature`, `memory` and `seed`.
+        options: arguments of the method (see `bayestrain.infer`): `clip`; `optimizer`, a function from named tensors,
+            by default Adam with a learning rate of 1e-3; for "svgd" also `kernel`; for "sgld", which is its own
+            optimiser, `lr`, `temperature`, `memory` and `seed`.
     """
 
     def __init__(
@@ -84,54 +83,46 @@ class Posterior(ParticleModel):
         likelihood: Likelihood | LogProb | str = "classification",
         method: str = "svgd",
         prior: Callable[[nn.Module], NormalPrior] | None = None,
-        optimizer: MakeOptimizer | None = None,
-        kernel: Kernel | None = None,
         chunk: int | None = None,
         **options: Any,
     ) -> None:
         models = list(models)
         if method not in METHODS:
             raise ConfigError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
-        METHODS[method].check_number(len(models))
+        kind = METHODS[method]
+        kind.check_number(len(models))
         if not hasattr(num_data, "__index__") or num_data < 1:
             raise ConfigError(f"num_data must be the number of training data, at least 1, got {num_data!r}.")
-        if method == "sgld" and optimizer is not None:
-            raise ConfigError("sgld is its own optimiser: pass lr=, temperature= and memory= instead of optimizer=.")
-        if kernel is not None and method != "svgd":
-            raise ConfigError(f"Only svgd has a kernel, not {method}. Leave kernel out.")
-        allowed = {"clip"} | ({"lr", "temperature", "memory", "seed"} if method == "sgld" else set())
-        if unknown := sorted(set(options) - allowed):
-            raise ConfigError(f"{method} has no option {unknown[0]!r}; it has {sorted(allowed)}.")
-        if method == "svgd":
-            options |= {"kernel": kernel or rbf, "times_n": True}
-        if method != "sgld":
-            options["optimizer"] = optimizer or _adam
+        if chunk is not None and chunk < 1:
+            raise ConfigError(f"chunk must be at least 1 particle, got {chunk}.")
+        options = {name: value for name, value in options.items() if value is not None}
+        if unknown := sorted(options.keys() - kind.options):
+            raise ConfigError(f"{method} has no option {unknown[0]!r}; it has {sorted(kind.options)}.")
+        if "optimizer" in kind.options:
+            options.setdefault("optimizer", _adam)
 
         first = next((p for p in models[0].parameters() if p.requires_grad), torch.empty(()))
         shared = copy.deepcopy(as_likelihood(likelihood)).to(first.device, first.dtype)
         make_prior = prior or (lambda model: _default_prior(model, num_data))
         twins = [copy.deepcopy(model) for model in models]
         joints = [Joint(twin, shared, make_prior(twin), num_data) for twin in twins]
-        self._states, perf = 0.0, fast()
+        self._states, perf = 1.0, fast()
+        """How many numbers the optimiser keeps per weight."""
         if perf is not None:  # refuses what cannot fit before it is allocated
             named = [(name, p) for name, p in joints[0].named_parameters() if p.requires_grad]
-            self._states = (
-                float(bool(options.get("memory"))) if method == "sgld"
-                else perf.memory.optimizer_states(partial(make_optimizer, options["optimizer"]), named, first.device)
-            )  # fmt: skip
+            if "optimizer" in options:
+                make = partial(make_optimizer, options["optimizer"])
+                self._states = perf.memory.optimizer_states(make, named, first.device)
             held = perf.memory.held_bytes([p for _, p in named], len(models), self._states)
             perf.memory.choose_chunk(len(models), held, 0, perf.memory.Activations(0, 0), first.device, chunk)
         particles, carried = stack_joints(joints)
-        self.method: Method = METHODS[method](
-            self._log_likelihood, particles, log_prior=self._log_prior, carried=carried, scale=1 / num_data,
-            chunk=chunk, **options,
-        )  # fmt: skip
-        super().__init__(joints[0], self.method.particles, self.method.carried)
+        self.method: Method = kind(self._gradients, particles, scale=1 / num_data, **options)
+        super().__init__(joints[0], self.method.particles, carried)
         self.num_data, self.chunk = num_data, chunk
-        self._seen: list[dict[str, Tensor]] = []
+        self._training_chunk, self._planned = chunk, False
+        """Particles in a training step, and whether that was chosen for the particles as they are."""
         self._capture = None if perf is None else perf.capture()
-        self._planned = False
-        """Whether the memory of a step was estimated for the particles as they are."""
+        self._seen: list[dict[str, Tensor]] = []
 
     @property
     def prior(self) -> NormalPrior:
@@ -159,7 +150,7 @@ class Posterior(ParticleModel):
         return PosteriorStep(*found)
 
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """A step without a look at any value, so that it can be captured."""
+        """A step that reads no value, so that it can be captured."""
         self.template.train()
         with self._statistics_kept_on_error() as before:
             info = self.method.advance((x, y))
@@ -172,6 +163,29 @@ class Posterior(ParticleModel):
         self._seen = []
         mean, outputs = (torch.cat([each[name] for each in chunks]) for name in ("mean", "outputs"))
         return mean, prior["value"], outputs, info.alive
+
+    def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Log densities with gradients: the prior of all particles at once, then the likelihood chunk by chunk."""
+        n, size = len(self), self._training_chunk or len(self)
+        prior, of_prior = self._part(slice(0, n), Joint.log_prior)
+        with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
+            found = [self._part(slice(i, i + size), Joint.log_likelihood, *batch) for i in range(0, n, size)]
+        values = torch.cat([value for value, _ in found])
+        gradients = [torch.cat([own[name] for _, own in found]) for name in particles]
+        return values + prior, dict(zip(particles, torch._foreach_add(gradients, list(of_prior.values())), strict=True))
+
+    def _part(self, which: slice, part: Part, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """A density of some particles with its gradients; all that it returns is kept in `_seen`."""
+        carried = {name: tensor[which] for name, tensor in self.carried.items()}
+        if inputs:
+            carried = {name: tensor for name, tensor in carried.items() if ".rank_state." not in name}
+
+        def density(leaves: dict[str, Tensor], _: Any) -> Tensor:
+            found = self.joint.batched({**leaves, **carried}, part, *inputs)
+            self._seen.append(found)
+            return found["density"]
+
+        return value_and_grad(density)({name: tensor[which] for name, tensor in self.particles.items()}, None)
 
     def _move_lambdas(self) -> None:
         """The prior's step for all particles; aligning may branch on values, so it takes one after the other."""
@@ -203,7 +217,7 @@ class Posterior(ParticleModel):
     def _explained(self, x: Tensor, y: Tensor) -> Iterator[None]:
         """Refuses an empty batch, and explains PyTorch's errors about labels and recomputing networks.
 
-        Labels are only looked at once something went wrong: reading them would make every step on a GPU wait.
+        Labels are only checked once something went wrong: reading them would make every step on a GPU wait.
         """
         if len(y) == 0:
             raise ConfigError("A batch must have at least one datum, got an empty one. Leave it out.")
@@ -215,18 +229,6 @@ class Posterior(ParticleModel):
             if isinstance(self.likelihood, Classification) and "out of bounds" in str(error):
                 checked_labels(y, self.outputs(x))
             raise
-
-    def _log_likelihood(self, tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        needed = {name: tensor for name, tensor in tensors.items() if ".rank_state." not in name}
-        with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-            found = self.joint.batched(needed, Joint.log_likelihood, *batch)
-        self._seen.append(found)
-        return found["density"]
-
-    def _log_prior(self, tensors: dict[str, Tensor]) -> Tensor:
-        found = self.joint.batched(tensors, Joint.log_prior)
-        self._seen.append(found)
-        return found["density"]
 
     def estimate_memory(self, x: Tensor, y: Tensor) -> Any:
         """Estimate what training on batches like this one takes, and choose the chunk; raise if it cannot fit.
@@ -249,7 +251,7 @@ class Posterior(ParticleModel):
         allocated = held if self.method.steps else int(held / (2 + self._states))
         chunk = self.chunk or perf.memory.preferred_chunk(self.template, needed, self.device)
         estimate = perf.memory.choose_chunk(len(self), held, allocated, needed, self.device, chunk)
-        self.method.chunk = estimate.chunk
+        self._training_chunk = estimate.chunk
         return estimate
 
     def compact_(
@@ -273,7 +275,7 @@ class Posterior(ParticleModel):
             weight: of the prior; if None, as it was.
         """
         prior = self.prior
-        fixed = NormalPrior(
+        self.joint.prior = NormalPrior(
             self.template, self.num_data,
             variance=prior.variance if variance is None else variance,
             weight=prior.weight if weight is None else weight,
@@ -282,15 +284,17 @@ class Posterior(ParticleModel):
             factorized.rank_state = None
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
-        self.joint.prior = fixed
-        self.method.restart_optimizer()
+        self.method.optimizer.state.clear()
         self._changed()
 
     def drop_(self, indices: Collection[int]) -> None:
         """Continue without some particles, such as broken ones."""
         if unknown := [i for i in indices if not 0 <= i < len(self)]:
             raise ConfigError(f"indices must be particles from 0 to {len(self) - 1}, got {unknown}.")
-        self.method.keep_([i for i in range(len(self)) if i not in set(indices)])
+        kept = [i for i in range(len(self)) if i not in set(indices)]
+        self.method.keep_(kept)
+        for name, tensor in self.carried.items():
+            self.carried[name] = tensor[kept]
         self._changed()
 
     def diagnostics(self) -> Diagnostics:
@@ -311,9 +315,9 @@ class Posterior(ParticleModel):
         total: dict[str, Tensor] = {}
         number = 0
         with self._statistics_kept_on_error() as before:
-            for x, y in batches:
+            for batch in batches:
                 number += 1
-                for name, gradient in self.method.gradients((x, y))[1].items():
+                for name, gradient in self._gradients(self.particles, batch)[1].items():
                     total[name] = total[name] + gradient if name in total else gradient
         self._restore(before)
         if not number:

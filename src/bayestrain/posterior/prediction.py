@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, Self
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,34 +17,85 @@ Indices = Tensor | Sequence[int] | slice | int
 """Selects inputs of a prediction: indices or a mask as a tensor, a list, a slice, or one index."""
 
 
-class Prediction(Protocol):
-    """What all particles of a posterior predict for N inputs; your own likelihood may return its own kind.
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction(ABC):
+    """What all particles of a posterior predict for N inputs, as tensors ``(n, N, ...)``, one per field.
 
     The `total` uncertainty is `aleatoric` (each particle reports it; more data would not remove it) plus `epistemic`
-    (the particles disagree; more data would remove it).
+    (the particles disagree; more data would remove it). What is computed is in double precision. A likelihood of your
+    own may return a subclass of its own.
     """
 
+    def __post_init__(self) -> None:
+        for name, values in self._tensors().items():
+            if not values.is_floating_point():
+                raise ConfigError(f"{name} must be floating-point numbers, got {values.dtype}. Type {name}.double().")
+            # MPS has no double precision.
+            object.__setattr__(self, name, (values.cpu() if values.device.type == "mps" else values).detach())
+
     @property
+    @abstractmethod
     def mean(self) -> Tensor: ...
     @property
+    @abstractmethod
     def total(self) -> Tensor: ...
     @property
+    @abstractmethod
     def aleatoric(self) -> Tensor: ...
     @property
+    @abstractmethod
     def epistemic(self) -> Tensor: ...
-    def interval(self, level: float = ...) -> tuple[Tensor, Tensor]: ...
-    def log_likelihood(self, targets: Tensor, /) -> float: ...
-    def mean_log_likelihood(self, targets: Tensor, /) -> float: ...
-    def metrics(self, targets: Tensor, /) -> dict[str, float]: ...
-    def subset(self, indices: Indices) -> Self: ...
-    def __len__(self) -> int: ...
+    @abstractmethod
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Return both ends of a central interval."""
 
+    @abstractmethod
+    def particle_log_likelihoods(self, targets: Tensor) -> Tensor:
+        """Return the log probability ``(n, N)`` of every target under every particle."""
 
-def detached(values: Tensor, what: str) -> Tensor:
-    """Check that values are floating-point numbers and detach them, from MPS (no double precision) to the CPU."""
-    if not values.is_floating_point():
-        raise ConfigError(f"{what} must be floating-point numbers, got {values.dtype}. Type {what}.double().")
-    return (values.cpu() if values.device.type == "mps" else values).detach()
+    @abstractmethod
+    def metrics(self, targets: Tensor) -> dict[str, float]:
+        """Return how good the prediction is."""
+
+    def log_likelihood(self, targets: Tensor) -> float:
+        """Return the mean over the data of the log of the particles' mean probability."""
+        each = self.particle_log_likelihoods(targets)
+        return float((each.logsumexp(0) - math.log(len(each))).mean())
+
+    def mean_log_likelihood(self, targets: Tensor) -> float:
+        """Return the mean over the particles of their log likelihoods (the paper's figure); never the larger one."""
+        return float(self.particle_log_likelihoods(targets).mean())
+
+    def subset(self, indices: Indices) -> Self:
+        """Return the prediction for some of the inputs."""
+        if not isinstance(indices, Tensor) and hasattr(indices, "__index__"):
+            indices = [indices]  # type: ignore[list-item]
+        return replace(self, **{name: values[:, indices] for name, values in self._tensors().items()})
+
+    @classmethod
+    def cat(cls, predictions: Sequence[Self]) -> Self:
+        """Concatenate the predictions of one posterior for several batches of inputs."""
+        batches = [prediction._tensors() for prediction in predictions]
+        shapes = [[(len(t), *t.shape[2:]) for t in batch.values()] for batch in batches]
+        if not shapes or any(shape != shapes[0] for shape in shapes):
+            raise ShapeError(
+                "Predictions to concatenate may differ only in their number of inputs, got particles and outputs "
+                f"{shapes}. Pass at least one prediction, all of one posterior."
+            )
+        return replace(predictions[0], **{k: torch.cat([batch[k] for batch in batches], dim=1) for k in batches[0]})
+
+    def __len__(self) -> int:
+        return next(iter(self._tensors().values())).shape[1]
+
+    def __repr__(self) -> str:
+        size = f"{type(self).__name__}(particles={len(next(iter(self._tensors().values())))}, inputs={len(self)}"
+        if not len(self):
+            return f"{size})"
+        return f"{size}, total={float(self.total.mean()):.4g}, epistemic={float(self.epistemic.mean()):.4g})"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
 def as_double(values: Tensor) -> Tensor:
@@ -54,20 +108,3 @@ def tails(level: float) -> tuple[float, float]:
     if not 0 < level < 1:
         raise ConfigError(f"level must lie between 0 and 1, got {level}. Try level=0.9.")
     return (1 - level) / 2, (1 + level) / 2
-
-
-def select(values: Tensor, indices: Indices) -> Tensor:
-    """Select inputs along the second dimension, which is kept for a single index."""
-    single = not isinstance(indices, Tensor) and hasattr(indices, "__index__")
-    return values[:, [indices]] if single else values[:, indices]
-
-
-def concatenate(batches: Sequence[Tensor]) -> Tensor:
-    """Concatenate batches of inputs, seen by the same particles."""
-    shapes = [tuple(batch.shape) for batch in batches]
-    if len({(shape[0], *shape[2:]) for shape in shapes}) != 1:
-        raise ShapeError(
-            "Predictions to concatenate may differ only in their number of inputs (the second size), got the shapes "
-            f"{shapes}. Pass at least one prediction, all of one posterior."
-        )
-    return torch.cat(list(batches), dim=1)
