@@ -1,0 +1,165 @@
+"""The documents tell the truth: their code runs, their links lead somewhere, what they generate is not stale."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import bayestrain as bt
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("paper/**/*.md"),
+                *ROOT.glob("results/**/*.md")])  # fmt: skip
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def tool(name: str) -> ModuleType:
+    """A script of `tools/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: Path, folder: Path) -> str:
+    """Run a script in an empty folder, with warnings as errors; returns what it printed."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_readmes_code_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """All blocks in one script, as a reader would paste them; what they print is what the README promises."""
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    assert len(blocks) >= 3
+    (tmp_path / "readme.py").write_text("\n".join(blocks))
+    printed = run(tmp_path / "readme.py", tmp_path)
+    (accuracy,) = re.findall(r"test accuracy (0\.\d+)", printed)
+    assert float(accuracy) > 0.9
+    assert (tmp_path / "small" / "model.safetensors").stat().st_size < 100_000  # the dense network has 2 MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorials_run(script: Path, tmp_path: Path) -> None:
+    """Their assertions hold, too."""
+    assert run(script, tmp_path)
+
+
+@pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorials_become_pages_of_text_and_code(script: Path) -> None:
+    page = tool("mkdocs_hooks").page(script.read_text())
+    assert page.startswith("# ")
+    code = BLOCK.findall(page)
+    assert len(code) >= 3
+    assert "# %%" not in page
+    for block in code:
+        compile(block, script.name, "exec")
+
+
+# --- links and names --------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file of the repository and a heading of it, or to a tutorial's page on the site."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        if found.suffix == ".md" and found.parent.name == "tutorials":
+            found = found.with_suffix(".py")
+        assert found.exists(), f"{page.name} links to {target}"
+        assert found.is_relative_to(ROOT)
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/method.md"])
+def test_functions_and_files_that_the_text_names_exist(page: str) -> None:
+    """`prior.density.log_prob` is of the package; `formats/tt.py` and `compact/` lie in it or in the repository."""
+    rooms = "|".join(path.stem for path in (ROOT / "src" / "bayestrain").iterdir() if path.stem != "files")
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", text):
+        if re.fullmatch(rf"({rooms})(\.\w+)+", code) and not code.endswith(".py"):
+            named(f"bayestrain.{code}")
+        if re.fullmatch(r"(\w+/)+(\w+\.(py|md|toml))?", code) and "yours" not in code:
+            assert (ROOT / code).exists() or (ROOT / "src" / "bayestrain" / code).exists(), f"{page} names {code}"
+
+
+def named(name: str) -> object:
+    """What a dotted name stands for."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(f"There is no {name}.")
+
+
+def test_the_api_pages_have_every_public_name_and_no_other() -> None:
+    found = [
+        named(name)
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    shown = {id(thing) for thing in found}
+    for name in bt.__all__:
+        if not isinstance(getattr(bt, name), ModuleType):
+            assert id(getattr(bt, name)) in shown, f"docs/api has no {name}"
+
+
+def test_the_site_lists_every_page_of_docs() -> None:
+    """`mkdocs build --strict` checks the rest: that they exist, and that their links lead somewhere."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    listed = set(re.findall(r": (\S+\.md)$", nav, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in (ROOT / "docs").rglob("*.*")
+             if path.suffix in (".md", ".py")}  # fmt: skip
+    assert pages <= listed
+    assert listed - pages <= {*tool("mkdocs_hooks").OUTSIDE, "settings.md"}
+
+
+# --- generated files --------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+    rooms = tool("draw_rooms")
+    assert rooms.PICTURE.read_text() == rooms.drawing(), "docs/rooms.svg is stale: run `python tools/draw_rooms.py`"
+
+
+def test_the_page_of_settings_has_every_setting() -> None:
+    from bayestrain.train import config
+
+    page = tool("mkdocs_hooks").settings()
+    assert all(f"| `{each.name}` |" in page for _, each in config.all_settings())

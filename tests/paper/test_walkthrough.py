@@ -1,0 +1,61 @@
+"""paper/README.md: every function, preset, test and result that it names exists, and so do its commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from table_kit import RESULTS, ROOT
+
+README = (ROOT / "paper" / "README.md").read_text()
+ELEMENTS = README.split("\n## The paper, element by element\n")[1].split("\n## ")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in ELEMENTS.splitlines() if line[:1] == "|"][2:]
+NAMED = re.compile(r"`([^`]+)`")
+
+
+def resolve(name: str) -> object:
+    """What a dotted name stands for."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(f"There is no {name}.")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_an_element_has_its_function_its_test_and_its_result(row: list[str]) -> None:
+    _, functions, tests, results = row
+    for name in NAMED.findall(functions):
+        if name.endswith(".toml"):
+            assert (ROOT / "paper" / name).is_file(), name
+        elif name.startswith(("bayestrain.", "paper.")):
+            resolve(name)
+        else:
+            assert "=" in name, f"{name} is neither a function, nor a preset, nor an argument"
+    assert NAMED.findall(tests)
+    for name in NAMED.findall(tests):
+        path, _, test = name.partition("::")
+        assert (ROOT / path).is_file(), name
+        assert not test or re.search(rf"^ *def {test}\(", (ROOT / path).read_text(), re.MULTILINE), name
+    for name in NAMED.findall(results):
+        assert (RESULTS / name / "summary.json").is_file() or (RESULTS / name).is_file(), name
+
+
+def test_all_elements_are_walked_through() -> None:
+    assert len(ROWS) >= 20
+
+
+@pytest.mark.parametrize("target", ["paper-mnist", "paper-cnn", "paper-resnet110", "paper-table"])
+def test_the_targets_that_the_commands_name_exist(target: str, tmp_path: Path) -> None:
+    assert f"`make {target}`" in README
+    done = subprocess.run(["make", "-n", "-f", str(ROOT / "paper" / "Makefile"), "BIN=bin", target], cwd=tmp_path,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert "bin/python -m paper." in done.stdout
