@@ -257,7 +257,7 @@ def test_seeds_are_trained_recorded_and_tabled(train: Any, tmp_path: Path, monke
     train("--label", "two", "--seeds", "0", "1", *SMALL)
     assert len(fitted) == 3
     assert json.loads((results / "mnist" / "two" / "summary.json").read_text()) == json.loads(before)
-    with pytest.raises(SystemExit, match=r"had other settings \(fit.lr: 0.01, now 0.02\)"):
+    with pytest.raises(SystemExit, match=r"had other settings \(fit.lr was 0.01, now 0.02\)"):
         train("--label", "two", "--seeds", "0", "1", *SMALL, "--set", "fit.lr=2e-2")
     old = {**json.loads(before), "commits": ["f" * 40]}
     (results / "mnist" / "two" / "summary.json").write_text(json.dumps(old))

@@ -51,9 +51,6 @@ def test_every_method_trains_and_its_ranks_shrink(method: str) -> None:
     assert last["validation"]["log_likelihood"] >= last["validation"]["mean_log_likelihood"]
     assert last["validation"]["accuracy"] > 0.7
     assert last["prior_weight"] == 1.0  # Normal, at fixed ranks
-    lambdas = result.history[0]["lambdas"]["0"]
-    assert [len(bond) for bond in lambdas] == list(result.start_ranks["0"])
-    assert all(bond == sorted(bond, reverse=True) for bond in lambdas)
     own = result.own_ranks["0"]
     assert [len(bond) for bond in own] == [3] * len(result.start_ranks["0"])
 
@@ -113,7 +110,7 @@ def test_networks_without_factorised_weights_and_regression(tmp_path: Path) -> N
 
 def test_a_likelihood_that_says_nothing_of_predictions_trains() -> None:
     result = posterior(likelihood=lambda outputs, y: -F.cross_entropy(outputs, y, reduction="none"))
-    assert result.validation == {}
+    assert result.validation["log_likelihood"] > -1
     assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
 
 
@@ -134,7 +131,7 @@ def test_a_particle_that_breaks_is_dropped_and_named(tmp_path: Path) -> None:
     with torch.no_grad():
         for model in models[1:]:
             model.get_parameter("4.bias").fill_(math.nan)
-    with pytest.raises(TrainingError, match="3 of 4 particles have values that are not finite"):
+    with pytest.raises(TrainingError, match=r"has values that are not finite in 3 of 4 particles"):
         train(models)
 
 
@@ -163,7 +160,8 @@ def test_a_posterior_that_diverges_is_a_training_error() -> None:
         ({"accumulate": 2}, r"fit\.accumulate is for one network.* Use chunk="),
         ({"precision": "fp16"}, r'"fp16" is for one network.* Use "bf16"'),
         ({"model": [network(), network()]}, "There are 2 networks for 3 particles"),
-        ({"temperature": 0.5}, r"posterior\.temperature is for method sgld only"),
+        ({"temperature": 0.5}, "svgd has no option 'temperature'"),
+        ({"kernel": "imq", "method": "ensemble"}, "Only svgd has a kernel"),
         ({"method": "svdg"}, 'Did you mean "svgd"'),
     ],
 )

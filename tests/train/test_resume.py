@@ -195,7 +195,7 @@ def test_a_step_that_breaks_the_weights_is_never_saved(tmp_path: Path) -> None:
     with RunFolder(tmp_path, resume=True) as folder:
         saved, _ = folder.load_checkpoint()
     assert saved["epoch"] == 0
-    assert all(torch.isfinite(value).all() for value in saved["subject"]["model"].values())
+    assert all(torch.isfinite(value).all() for value in saved["subject"]["template"].values())
     for line in (tmp_path / "history.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 

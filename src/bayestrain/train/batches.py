@@ -93,12 +93,13 @@ class Batches:
                 f"{self.name} yielded no batch in this epoch. It must be iterable once per epoch: pass {KINDS}."
             )
 
-    def count(self, num_data: int | None = None) -> None:
+    def count(self, num_data: int | None = None) -> int:
         """Learn `num_data`, unless it is given, and `steps`; if need be by one pass that trains nothing."""
         if self.steps is None or (self.num_data is None and num_data is None):
             sizes = [len(y) for _, y in self]
             self.num_data, self.steps = sum(sizes), len(sizes)
         self.num_data = self.num_data if num_data is None else num_data
+        return self.num_data or 0
 
     def _own_batches(self) -> Iterator[Any]:
         return iter(self.data.batches(

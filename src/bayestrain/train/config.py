@@ -10,7 +10,7 @@ import difflib
 import math
 import operator
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
 from itertools import pairwise
 from numbers import Integral, Real
@@ -40,12 +40,10 @@ def setting(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (),
 
 def shown(value: object) -> str:
     """A value as a TOML file has it, shortened if long."""
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list | tuple):
-        text = "[" + ", ".join(map(shown, value)) + "]"
+        text = f"[{', '.join(map(shown, value))}]"
     else:
-        text = f'"{value}"' if isinstance(value, str) else str(value)
+        text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -54,35 +52,35 @@ def _checked(name: str, value: Any, each: dataclasses.Field[Any]) -> Any:
     kind, choices, bounds = str(each.type), each.metadata["choices"], each.metadata["bounds"]
     if kind.startswith("Mapping"):
         if isinstance(value, Mapping):
-            return {str(key): _tuples(entry) for key, entry in value.items()}
+            return plain(value)
         raise ConfigError(f"{name} must be a table, got {shown(value)}.")
-    many, kind = kind.startswith("tuple"), kind.removeprefix("tuple[").removesuffix(", ...]")
-    accepted, make, words = TYPES[kind]
+    many = kind.startswith("tuple")
+    accepted, make, words = TYPES[kind.removeprefix("tuple[").removesuffix(", ...]")]
 
     def fits(one: Any) -> bool:
-        if not isinstance(one, accepted) or isinstance(one, bool) != (kind == "bool"):
+        if not isinstance(one, accepted) or isinstance(one, bool) != (accepted is bool):
             return False
-        within = kind == "str" or (math.isfinite(one) and all(BOUNDS[key](one, bounds[key]) for key in bounds))
+        within = make is str or (math.isfinite(one) and all(BOUNDS[key](one, bounds[key]) for key in bounds))
         return within and (not choices or one in choices)
 
-    if isinstance(value, list | tuple) == many and all(fits(one) for one in (value if many else (value,))):
+    if isinstance(value, list | tuple) == many and all(map(fits, value if many else (value,))):
         return tuple(map(make, value)) if many else make(value)
     limits = " and ".join(f"{word.replace('_', ' ')} {bound:.10g}" for word, bound in bounds.items())
     words = f"one of {', '.join(map(shown, choices))}" if choices else f"{words} {limits}".rstrip()
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    hint = f" Did you mean {shown(near[0])}?" if near else ""
+    hint = _nearest(value, choices) if isinstance(value, str) else ""
     raise ConfigError(f"{name} must be {'a list, each ' * many}{words}, got {shown(value)}.{hint}")
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {shown(near[0])}?" if near else ""
 
 
 def plain(value: Any) -> Any:
     """A setting as TOML and JSON hold it: tuples become lists."""
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, tuple) else value
+        return {str(key): plain(entry) for key, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +133,7 @@ class PriorConfig(Section):
     a: float = setting("shape of the Gamma prior on lambda", 1.0, above=0)
     b: float = setting("rate of the Gamma prior on lambda", 5.0, above=0)
     weight: float = setting("weight of the prior; 1 is Bayes, less keeps more ranks", 1.0, at_least=0)
-    warmup_epochs: float = setting(
-        "epochs over which the weight rises from 0; -1: a quarter of fit.epochs", -1.0, at_least=-1, at_most=1e6
-    )
+    warmup_epochs: float = setting("epochs over which it rises from 0; -1: a quarter of fit.epochs", -1.0, at_least=-1)
     update: str = setting("how lambda is updated", "newton", choices=("newton", "gradient"))
     floor: float = setting("smallest lambda of a bond, relative to its largest", 1e-3, above=0, below=1)
     other_variance: float = setting("prior variance of biases and of dense layers", 100.0, above=0)
@@ -162,28 +158,19 @@ class FitConfig(Section):
     milestones: tuple[float, ...] = setting("parts of the epochs after which schedule step falls", (), above=0, below=1)
     gamma: float = setting("factor of schedule step at a milestone", 0.1, above=0, at_most=1)
     lr_warmup_epochs: float = setting("epochs over which the learning rate rises from 0", 0.0, at_least=0)
-    precision: str = setting(
-        "arithmetic of the forward pass; tf32 is for GPUs only", "float32", choices=("float32", "tf32", "bf16", "fp16")
-    )
+    precision: str = setting("arithmetic; tf32 is for GPUs", "float32", choices=("float32", "tf32", "bf16", "fp16"))
     accumulate: int = setting("batches whose gradients are averaged for one step", 1, at_least=1)
     clip_norm: float = setting("largest norm of the gradient; 0: no clipping", 0.0, at_least=0)
     search: bool = setting("prune ranks; false keeps the ranks that the network has", True)
     compact_every: int = setting("epochs between cuts during training; 0: only the final cut", 2, at_least=0)
     compact_from: float = setting("epoch of the first cut; -1: after a quarter of fit.epochs", -1.0, at_least=-1)
     compact_tol: float = setting("relative change of a weight that a cut may make", 1e-2, at_least=0, below=1)
-    rule: str = setting(
-        "how the final cut chooses ranks; auto rounds where the format can", "auto",
-        choices=("auto", "rounding", "contribution", "lambda"),
-    )  # fmt: skip
-    round_tol: float = setting(
-        "relative change of a weight that the final cut may make without a target; threshold of rule lambda", 1e-2,
-        at_least=0, below=1,
-    )  # fmt: skip
-    target_ratio: float = setting("cut until the network is so many times smaller than dense; 0: off", 0.0, at_least=0)
+    rule: str = setting("how ranks are chosen; auto rounds where the format can", "auto",
+                        choices=("auto", "rounding", "contribution", "lambda"))  # fmt: skip
+    round_tol: float = setting("as compact_tol, for the final cut; threshold of rule lambda", 1e-2, at_least=0, below=1)
+    target_ratio: float = setting("cut until so many times smaller than dense; 0: off", 0.0, at_least=0)
     target_parameters: int = setting("cut to at most so many parameters; 0: off", 0, at_least=0)
-    target_accuracy: float = setting(
-        "keep cutting while the validation accuracy is at least this, from 0 to 1; 0: off", 0.0, at_least=0, below=1
-    )
+    target_accuracy: float = setting("cut while validation accuracy is at least this; 0: off", 0.0, at_least=0, below=1)
     finetune_epochs: int = setting("epochs at fixed ranks after the final cut", 3, at_least=0)
     finetune_lr: float = setting("learning rate of these; 0: the schedule continues through them", 1e-3, at_least=0)
     checkpoint_every: int = setting("epochs between checkpoints", 1, at_least=1)
@@ -204,7 +191,7 @@ class FitConfig(Section):
 
     @property
     def targets(self) -> list[str]:
-        """The names of the targets that are asked for."""
+        """The names of the targets that are set."""
         return [name for name in ("target_ratio", "target_parameters", "target_accuracy") if getattr(self, name)]
 
     @property
@@ -221,21 +208,12 @@ class PosteriorConfig(Section):
 
     particles: int = setting("networks that make up the posterior; 1 trains a single one", 1, at_least=1)
     method: str = setting("how they move", "svgd", choices=("svgd", "ensemble", "sgld"))
-    start: str = setting(
-        "where they start: independently, or around the network of run.from_run", "independent",
-        choices=("independent", "around"),
-    )  # fmt: skip
+    start: str = setting("where: independent, or around run.from_run", "independent", choices=("independent", "around"))
     kernel: str = setting("kernel of svgd", "rbf", choices=("rbf", "imq"))
     temperature: float = setting("temperature of sgld; 1 samples the posterior", 1.0, at_least=0)
     jitter: float = setting('relative distance from the network they start "around"', 1e-2, above=0)
     chunk: int = setting("particles that pass through the network together; 0: what fits into memory", 0, at_least=0)
     calibrate: bool = setting("fit the temperature of the predictions on the validation data", True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, default, method in (("kernel", "rbf", "svgd"), ("temperature", 1.0, "sgld")):
-            if getattr(self, name) != default and self.method != method:
-                raise ConfigError(f"posterior.{name} is for method {method} only, not for {self.method}. Leave it out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,12 +242,11 @@ class RunConfig:
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """The config with these settings and the defaults of all others."""
         for title, table in settings.items():
-            if title not in SECTIONS:
-                raise unknown_setting(title)
-            if not isinstance(table, Mapping):
+            if title in SECTIONS and not isinstance(table, Mapping):
                 raise ConfigError(f"{title} must be a section of settings, [{title}], got {shown(table)}.")
-            if unknown := set(table) - {each.name for each in dataclasses.fields(SECTIONS[title])}:
-                raise unknown_setting(f"{title}.{min(unknown)}")
+            known = {each.name for each in dataclasses.fields(SECTIONS[title])} if title in SECTIONS else set()
+            if title not in SECTIONS or set(table) - known:
+                raise unknown_setting(f"{title}.{min(set(table) - known)}" if known else title)
         if missing := [name for name in ("model", "data") if name not in settings.get("run", {})]:
             raise ConfigError(f'run.{missing[0]} has no default. Give it, for example {missing[0]} = "module:name".')
         sections: dict[str, Any] = {title: section(**settings.get(title, {})) for title, section in SECTIONS.items()}
@@ -285,21 +262,14 @@ class RunConfig:
         settings = self.to_dict()
         for text in overrides:
             name, equals, value = text.partition("=")
-            title, dot, key = name.strip().partition(".")
+            title, _, key = name.strip().partition(".")
+            if not (key and equals):
+                raise ConfigError(f"{text}: write section.key=value, for example fit.epochs=3.")
             try:
-                if not (title and equals):
-                    raise ConfigError("write section.key=value, for example fit.epochs=3.")
-                known = dataclasses.fields(SECTIONS[title]) if title in SECTIONS else ()
-                found = next((each for each in known if each.name == key), None)
-                if found is None:
-                    raise unknown_setting(f"{title}{dot}{key}")
-                try:
-                    parsed = tomllib.loads(f"value = {value}")["value"]
-                except tomllib.TOMLDecodeError:
-                    parsed = value.strip()
-                settings[title][key] = plain(_checked(f"{title}.{key}", parsed, found))
-            except ConfigError as error:
-                raise ConfigError(f"{text}: {error}") from None
+                parsed = tomllib.loads(f"value = {value}")["value"]
+            except tomllib.TOMLDecodeError:
+                parsed = value.strip()
+            settings.setdefault(title, {})[key] = parsed
         return self.from_dict(settings)
 
 
@@ -311,29 +281,23 @@ IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")
 """Settings that do not change what is trained: a run may be resumed with others."""
 
 
-def all_settings() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """(section, field) of every setting, in order."""
-    return ((title, each) for title, section in SECTIONS.items() for each in dataclasses.fields(section))
-
-
-def unknown_setting(name: str, title: str = "") -> ConfigError:
-    """The error for a setting that does not exist, with the nearest one; `title` names the only section to look in."""
-    known = [f"{section}.{each.name}" for section, each in all_settings() if title in ("", section)]
-    same = [other for other in known if other.endswith(f".{name.rpartition('.')[2]}")]
-    near = same or difflib.get_close_matches(f"{title}.{name}" if title else name, [*known, *SECTIONS], n=1, cutoff=0.7)
-    hint = f" Did you mean {shown(near[0].removeprefix(f'{title}.'))}?" if near else ""
+def unknown_setting(name: str) -> ConfigError:
+    """The error for a setting that does not exist, with the nearest one."""
+    known = {f"{title}.{each.name}": each.name for title in SECTIONS for each in dataclasses.fields(SECTIONS[title])}
+    elsewhere = [full for full, last in known.items() if last == name.rpartition(".")[2]]
+    hint = _nearest(name, elsewhere) or _nearest(name, [*known, *SECTIONS])
     return ConfigError(f"There is no setting {shown(name)}.{hint} The sections are {', '.join(SECTIONS)}.")
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """The settings that matter in which two configs differ: ``["fit.lr: 0.01, now 0.02"]``."""
-    after = new.to_dict()
-    return [
-        f"{title}.{key}: {shown(value)}, now {shown(after[title][key])}"
-        for title, table in old.to_dict().items()
-        for key, value in table.items()
-        if value != after[title][key] and f"{title}.{key}" not in IMMATERIAL
-    ]
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The settings that matter in which two flat tables differ: ``["fit.lr was 0.01, now 0.02"]``."""
+    changed = [key for key in {**old, **new} if key not in IMMATERIAL and old.get(key) != new.get(key)]
+    return [f"{key} was {shown(old.get(key))}, now {shown(new.get(key))}" for key in changed]
+
+
+def flat(*sections: Section) -> dict[str, Any]:
+    """``{"section.key": plain value}``."""
+    return {f"{section.title}.{key}": plain(value) for section in sections for key, value in vars(section).items()}
 
 
 def load(path: Path | str) -> RunConfig:
@@ -344,7 +308,7 @@ def load(path: Path | str) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
 
 
@@ -356,8 +320,8 @@ def dumps(config: RunConfig) -> str:
     for title, table in config.to_dict().items():
         text += f"\n[{title}]\n"
         for each in dataclasses.fields(SECTIONS[title]):  # TOML wants tables, of which there is one, last
-            is_table, choices = isinstance(table[each.name], dict), ", ".join(each.metadata["choices"])
-            text += f"{chr(10) * is_table}# {each.metadata['help']}{f' ({choices})' if choices else ''}\n"
-            entry = {each.name: table[each.name]}
-            text += tomli_w.dumps({title: entry} if is_table else entry) or f"[{title}.{each.name}]\n"
+            choices, entry = ", ".join(each.metadata["choices"]), {each.name: table[each.name]}
+            text += f"# {each.metadata['help']}{f' ({choices})' if choices else ''}\n"
+            is_table = isinstance(table[each.name], dict)
+            text += (tomli_w.dumps({title: entry}) or f"[{title}.{each.name}]\n") if is_table else tomli_w.dumps(entry)
     return text.lstrip()

@@ -40,8 +40,9 @@ from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.config import RunConfig, TensorizeSettings
 from bayestrain.train.environment import describe_environment, peak_memory_bytes, record_environment
-from bayestrain.train.fit import FitResult, check_target, fit
+from bayestrain.train.fit import FitResult, fit
 from bayestrain.train.folder import RunFolder, read_json
+from bayestrain.train.search import check_target
 from bayestrain.train.subject import can_predict, predict
 
 HARDEST = 24
@@ -73,7 +74,7 @@ def train_run(
     if resume and (path / "config.toml").is_file():
         before = configs.load(path / "config.toml")
         config = dataclasses.replace(config, tensorize=before.tensorize) if config.run.from_run else config
-        if changed := configs.differences(before, config):
+        if changed := configs.differences(configs.flat(*vars(before).values()), configs.flat(*vars(config).values())):
             raise ConfigError(
                 f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or start a new "
                 "run in another folder."

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayestrain.compact import CompactReport, compact_, rank_spread
-from bayestrain.compact.subject import Subject as Stacked
+from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
 from bayestrain.infer import diagnose, imq
 from bayestrain.infer.method import load_optimizer
@@ -30,30 +29,52 @@ Named = Sequence[tuple[str, Tensor]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 """Takes (name, parameter) pairs, as every torch optimiser does."""
 
+MakePrior = Callable[[nn.Module], NormalPrior | None]
+
 
 class Network:
-    """One network with its likelihood, prior and optimiser. Fine-tuning has no prior where ranks were pruned."""
+    """One network with its likelihood, prior and optimiser: a step, cuts, checks, metrics and a state.
 
-    number = 1
+    What the loop reads is stacked, with one entry per particle, so that `Particles` changes little. Fine-tuning has no
+    prior where ranks were pruned.
+    """
+
+    posterior: Posterior | None = None
+    fewest = 1
+    """Particles that must be left."""
 
     def __init__(
-        self, model: nn.Module, likelihood: Likelihood, config: FitConfig, prior: PriorConfig | bool, num_data: int,
-        steps: int, make: MakeOptimizer | None, search: bool,
+        self, model: nn.Module, likelihood: Likelihood, config: FitConfig, make_prior: MakePrior,
+        make: MakeOptimizer | None = None,
     ) -> None:  # fmt: skip
-        self.template, self.likelihood, self.config, self.make = model, likelihood, config, make
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.prior = (
-            make_prior(prior, config, model, num_data, steps, search) if isinstance(prior, PriorConfig) else None
-        )
+        self.template, self.likelihood, self.make = model, likelihood, make
+        self._watch(config, next((p.device for p in model.parameters()), torch.device("cpu")))
+        self.prior = make_prior(model)
         self.optimizer = self._new_optimizer()
-        if search and not config.decay_cores:
+        if isinstance(self.prior, RankPrior) and not config.decay_cores:
             check_weight_decay(self.optimizer, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         perf = fast() if self.device.type == "cuda" and not self.scaler.is_enabled() else None
         self.capture = None if perf is None else perf.capture()
         self._weight = torch.zeros((), device=self.device)
         """The prior's weight, where a captured step reads it."""
-        self._ignored = {name for name, buffer in model.named_buffers() if not _finite(buffer)}
+
+    def _watch(self, config: FitConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.alive = torch.zeros(self.number, dtype=torch.bool, device=device)
+        """The particles whose density and gradient were finite in any step since the last `repair`."""
+        self._ignored = {name for name, tensor in self.tensors()[1].items() if not bool(_finite(tensor).all())}
+        """Buffers that hold infinities from the start, such as masks."""
+
+    @property
+    def number(self) -> int:
+        """Particles."""
+        return 1
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers by name, stacked: ``(n, ...)``."""
+        parameters, buffers = self.template.named_parameters(), self.template.named_buffers()
+        return {name: p[None] for name, p in parameters}, {name: buffer[None] for name, buffer in buffers}
 
     def _named(self) -> list[tuple[str, Tensor]]:
         likelihood = [(f"likelihood.{name}", p) for name, p in self.likelihood.named_parameters()]
@@ -74,18 +95,18 @@ class Network:
     def _advance(self, batches: Sequence[Batch], weight: Tensor | None) -> Tensor:
         """The loop of the README. Nothing here depends on a value on the device, so a CUDA graph can replay it."""
         self.template.train()
-        total, parts, prior_loss = sum(len(y) for _, y in batches), [], torch.zeros((), device=self.device)
+        total, seen, prior_loss = sum(len(y) for _, y in batches), [], torch.zeros((), device=self.device)
         with products(self.config.precision, self.device):
             for i, (x, y) in enumerate(batches, start=1):
                 with lowered(self.config.precision, self.device):
                     outputs = one_tensor(self.template(arranged(x)))
-                data = -self.likelihood.log_prob(outputs, y).mean() * (len(y) / total)
-                loss = data
+                share = len(y) / total
+                loss = data = -self.likelihood.log_prob(outputs, y).mean() * share
                 if i == len(batches) and self.prior is not None:
                     prior_loss = self.prior.loss(weight)
                     loss = data + prior_loss
                 self.scaler.scale(loss).backward()
-                parts.append(torch.stack([data.detach(), accuracy(outputs.detach(), y).to(data) * (len(y) / total)]))
+                seen.append(torch.stack([data.detach(), accuracy(outputs.detach(), y).to(data) * share]))
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_([p for _, p in self._named()], self.config.clip_norm)
@@ -94,19 +115,17 @@ class Network:
         self.optimizer.zero_grad()
         if self.prior is not None:
             self.prior.step()
-        data, right = torch.stack(parts).sum(0)
+        data, right = torch.stack(seen).sum(0)
         return torch.stack([data, prior_loss.detach().to(data), right])
 
-    def compact_(
-        self, tol: float | None = None, *, rule: str | None = None, parameters: int | None = None
-    ) -> CompactReport:
+    def compact_(self, tol: float | None = None, **options: Any) -> CompactReport:
         """Cut ranks, as `bayestrain.compact_` does."""
-        report = compact_(self.template, tol, rule=rule, parameters=parameters, optimizer=self.optimizer)
+        report = compact_(self.template, tol, optimizer=self.optimizer, **options)
         self._forget()
         return report
 
     def end_search(self) -> None:
-        """Keep the ranks from now on: no lambda any more, and a new optimiser."""
+        """Keep the ranks from now on: no lambda any more, and an optimiser without moments."""
         if self.prior is not None:
             self.prior.remove_()
         self.prior, self.optimizer = None, self._new_optimizer()
@@ -116,44 +135,55 @@ class Network:
         if self.capture is not None:
             self.capture.forget()
 
+    def finish(self, inputs: Iterable[Any]) -> None:
+        """After the last step, with some training inputs."""
+
     def repair(self) -> list[str]:
-        """Drop what is not finite and say so; raise if nothing is left."""
-        exact = {
-            n: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for n, p in self.template.named_parameters()
-        }
-        tensors = {name: p.square().sum() for name, p in exact.items()}  # the prior has squares, which may overflow
-        tensors |= {name: b for name, b in self.template.named_buffers() if name not in self._ignored}
-        if broken := [name for name, tensor in tensors.items() if not _finite(tensor)]:
-            raise TrainingError(f"{broken[0]!r} has values that are not finite")
-        return []
+        """Drop particles that are not finite, and say so; raise if too few are left."""
+        parameters, buffers = self.tensors()
+        checked = {name: tensor for name, tensor in buffers.items() if name not in self._ignored}
+        for name, tensor in parameters.items():  # the prior has squares, which may overflow
+            checked[name] = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).square()
+        finite = {name: _finite(tensor) for name, tensor in checked.items()}
+        sane = torch.stack(list(finite.values())).all(0) & (self.alive | ~self.alive.any())
+        broken = (~sane).nonzero().flatten().tolist()
+        self.alive.zero_()
+        if not broken:
+            return []
+        if self.number - len(broken) < self.fewest:
+            name = next((name for name, found in finite.items() if not bool(found.all())), "the density")
+            where = f" in {len(broken)} of {self.number} particles" if self.number > 1 else ""
+            raise TrainingError(f"{name.removeprefix('model.')!r} has values that are not finite{where}")
+        self.drop(broken)
+        return [f"particles {broken} have values that are not finite and were dropped; {self.number} are left"]
 
-    def measure(self, batches: Batches) -> dict[str, float]:
-        """The metrics of the predictions."""
-        if can_predict(self.likelihood):
-            prediction, targets = predict(self.template, self.likelihood, batches, self.config.precision)
-            return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
-        with evaluating(self.template), torch.no_grad():
-            parts = [self.likelihood.log_prob(self.template(arranged(x)), y) for x, y in batches]
-        return {"log_likelihood": float(torch.cat(parts).double().mean())}
-
-    def lambdas(self) -> dict[str, list[Tensor]]:
-        """Of every layer and bond."""
-        return {} if self.prior is None else self.prior.lambdas()
-
-    def rank_spread(self, *_: Any) -> dict[str, list[list[int]]]:
-        """The ranks that each of several particles alone would be cut to."""
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        """What only a posterior has to say in the history."""
-        return {}
+    def drop(self, particles: list[int]) -> None:
+        """Continue without some particles."""
 
     def largest(self) -> str:
-        """The parameter with the largest or broken values."""
-        return _largest(self.template.named_parameters())
+        """The name of the parameter with the largest or broken values."""
+        sizes = {name: float(p.detach().abs().max()) for name, p in self.tensors()[0].items() if p.numel()}
+        found = max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf, default="")
+        return found.removeprefix("model.")
 
-    def finish(self, inputs: Iterable[Any]) -> None:
-        """After the last step: running statistics of batch norm stay as training left them."""
+    def measure(self, batches: Batches) -> dict[str, float]:
+        """The metrics of the predictions; for a likelihood that is a function, the log likelihood of the data."""
+        model = self.posterior or self.template
+        if can_predict(self.likelihood):
+            prediction, targets = predict(model, self.likelihood, batches, self.config.precision)
+            found: dict[str, float] = prediction.metrics(targets)
+            return {key: value for key, value in found.items() if self.posterior or key != "mean_log_likelihood"}
+        parts = []
+        with evaluating(self.template), torch.no_grad():
+            for x, y in batches:
+                outputs = self.posterior.outputs(x) if self.posterior else self.template(arranged(x))[None]
+                each = torch.stack([self.likelihood.log_prob(one, y).double() for one in outputs])
+                parts.append(each.logsumexp(0) - math.log(self.number))
+        return {"log_likelihood": float(torch.cat(parts).mean())}
+
+    def describe(self) -> dict[str, Any]:
+        """What else goes into the history."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
@@ -171,116 +201,81 @@ class Network:
         self._forget()
 
 
-class Particles:
-    """All particles of a posterior; methods as in `Network`. Fine-tuning has fixed ranks and a Normal prior."""
+class Particles(Network):
+    """All particles of a posterior. Fine-tuning has fixed ranks and a Normal prior."""
+
+    posterior: Posterior
 
     def __init__(
-        self, models: Sequence[nn.Module], likelihood: Likelihood, config: FitConfig, prior: PriorConfig, num_data: int,
-        steps: int, make: MakeOptimizer | None, search: bool, how: PosteriorConfig, seed: int,
+        self, models: Sequence[nn.Module], likelihood: Likelihood, config: FitConfig, make_prior: Any,
+        make: MakeOptimizer | None, num_data: int, settings: PriorConfig, how: PosteriorConfig, seed: int,
     ) -> None:  # fmt: skip
-        self.config, self.settings = config, prior
-        options: dict[str, Any] = {"clip": config.clip_norm or None, "chunk": how.chunk or None}
         device = next(p.device for p in models[0].parameters())
+        options: dict[str, Any] = {"clip": config.clip_norm or None, "chunk": how.chunk or None}
         if how.method == "sgld":
-            options |= {"lr": config.lr, "temperature": how.temperature, "memory": 0.99, "seed": seed}
+            options |= {"lr": config.lr, "memory": 0.99, "seed": seed}
         else:
             options["optimizer"] = lambda named: make_optimizer(config, named, models[0], device, make)
+        if how.temperature != 1.0:
+            options["temperature"] = how.temperature
         if how.kernel == "imq":
             options["kernel"] = imq
-        self.posterior = posterior = Posterior(
-            models, num_data, likelihood=likelihood, method=how.method,
-            prior=lambda model: make_prior(prior, config, model, num_data, steps, search), **options,
-        )  # fmt: skip
-        self.template, self.likelihood = posterior.template, posterior.likelihood
-        self._ignored = {name for name, tensor in posterior.carried.items() if not _finite(tensor)}
-        self._alive = torch.zeros(len(posterior), dtype=torch.bool, device=device)
-        """Whose density and gradient were finite in any step since the last `repair`."""
+        self.posterior = Posterior(
+            models, num_data, likelihood=likelihood, method=how.method, prior=make_prior, **options
+        )
+        self.template, self.likelihood, self.settings = self.posterior.template, self.posterior.likelihood, settings
+        self.fewest = self.posterior.method.fewest
+        self._watch(config, device)
 
     @property
     def number(self) -> int:
         return len(self.posterior)
 
     @property
-    def prior(self) -> NormalPrior:
+    def prior(self) -> NormalPrior:  # type: ignore[override]
         return self.posterior.prior
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
         return self.posterior.method.optimizer
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self.posterior.particles, self.posterior.carried
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         ((x, y),) = batches
-        posterior, device = self.posterior, self.posterior.device
-        with products(self.config.precision, device), lowered(self.config.precision, device):
-            seen = posterior.step(x, y)
-        prior = posterior.prior.current_weight * seen.log_prior / posterior.num_data
+        with products(self.config.precision, self.device), lowered(self.config.precision, self.device):
+            seen = self.posterior.step(x, y)
+        prior = self.prior.current_weight * seen.log_prior / self.posterior.num_data
         right = torch.stack([accuracy(outputs, y) for outputs in seen.outputs]).to(prior)
-        self._alive |= seen.alive
+        self.alive |= seen.alive
         rows = torch.stack([-seen.log_likelihood, -prior, right])  # (3, n)
         return torch.where(seen.alive, rows, 0.0).sum(1) / seen.alive.sum()
 
-    def compact_(
-        self, tol: float | None = None, *, rule: str | None = None, parameters: int | None = None
-    ) -> CompactReport:
-        return self.posterior.compact_(tol, rule=rule, parameters=parameters)
+    def compact_(self, tol: float | None = None, **options: Any) -> CompactReport:
+        return self.posterior.compact_(tol, **options)
 
     def end_search(self) -> None:
         self.posterior.fix_ranks_(self.settings.other_variance, self.settings.weight)
 
-    def repair(self) -> list[str]:
-        posterior = self.posterior
-        tensors = {**posterior.particles, **posterior.carried}
-        checked = [t.detach() for name, t in tensors.items() if name not in self._ignored and t.ndim > 1]
-        sane = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in checked]).all(0)
-        broken = (~(sane & (self._alive | ~self._alive.any()))).nonzero().flatten().tolist()
-        self._alive.zero_()
-        if not broken:
-            return []
-        if len(posterior) - len(broken) < posterior.method.fewest:
-            raise TrainingError(f"{len(broken)} of {len(posterior)} particles have values that are not finite")
-        self._drop(broken)
-        return [f"particles {broken} have values that are not finite and were dropped; {len(posterior)} are left"]
+    def finish(self, inputs: Iterable[Any]) -> None:
+        """Estimate batch norm's statistics for the weights that the particles ended with."""
+        self.posterior.refresh_statistics(inputs)
 
-    def _drop(self, particles: Iterable[int]) -> None:
-        self.posterior.drop_(list(particles))
-        self._alive = self._alive.new_zeros(len(self.posterior))
-
-    def measure(self, batches: Batches) -> dict[str, float]:
-        if not can_predict(self.likelihood):
-            return {}
-        prediction, targets = predict(self.posterior, self.likelihood, batches)
-        return prediction.metrics(targets)  # type: ignore[no-any-return]
-
-    def lambdas(self) -> dict[str, list[Tensor]]:
-        """The mean over particles, sorted in each, because an index means something else in each."""
-        if not isinstance(self.prior, RankPrior):
-            return {}
-        stacked = Stacked(self.posterior)
-        return {
-            name: [u.exp().sort(dim=1, descending=True).values.mean(0) for u in stacked.log_lambdas(name)]
-            for name in stacked.weights
-        }
-
-    def rank_spread(self, tol: float | None, parameters: int | None, rule: str | None) -> dict[str, list[list[int]]]:
-        return {} if rule == "lambda" else rank_spread(self.posterior, tol, parameters=parameters, rule=rule)
+    def drop(self, particles: list[int]) -> None:
+        self.posterior.drop_(particles)
+        self.alive = self.alive.new_zeros(self.number)
 
     def describe(self) -> dict[str, Any]:
-        return {"particles": len(self.posterior), "diagnostics": vars(diagnose(self.posterior.particles))}
-
-    def largest(self) -> str:
-        return _largest((name.removeprefix("model."), p) for name, p in self.posterior.particles.items())
-
-    def finish(self, inputs: Iterable[Any]) -> None:
-        """After the last step: estimate batch norm's statistics for the weights that the particles ended with."""
-        self.posterior.refresh_statistics(inputs)
+        return {"particles": self.number, "diagnostics": vars(diagnose(self.posterior.particles))}
 
     def state(self) -> dict[str, Any]:
         return {"posterior": self.posterior.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         saved = len(state["posterior"]["method"]["broken"])
-        if saved < len(self.posterior):  # some were dropped
-            self._drop(range(saved, len(self.posterior)))
+        if saved < self.number:  # some were dropped
+            self.drop(list(range(saved, self.number)))
         self.posterior.load_state_dict(state["posterior"])
 
 
@@ -309,9 +304,11 @@ def make_optimizer(
 
 
 def make_prior(
-    settings: PriorConfig, config: FitConfig, model: nn.Module, num_data: int, steps: int, search: bool
-) -> NormalPrior:
+    settings: PriorConfig | None, config: FitConfig, num_data: int, steps: int, search: bool, model: nn.Module
+) -> NormalPrior | None:
     """The prior that the settings describe; without a search for ranks it is the same Normal for all parameters."""
+    if settings is None:
+        return None
     if not search:
         return NormalPrior(model, num_data, variance=settings.other_variance, weight=settings.weight)
     warmup = config.epochs / 4 if settings.warmup_epochs < 0 else settings.warmup_epochs
@@ -380,14 +377,9 @@ def arranged(x: Any) -> Any:
     return apply(x, lambda t: t.contiguous(memory_format=last) if t.is_cuda and t.ndim == 4 else t)
 
 
-def _largest(named: Iterable[tuple[str, Tensor]]) -> str:
-    sizes = {name: float(p.detach().abs().max()) for name, p in named if p.numel()}
-    return max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf, default="")
-
-
-def _finite(value: Tensor) -> bool:
-    """Whether all values are finite; of tensors that cannot tell, such as quantised ones, False."""
+def _finite(tensor: Tensor) -> Tensor:
+    """Whether all values of each particle are finite; of tensors that cannot say, such as quantised ones, False."""
     try:
-        return bool(torch.isfinite(value).all())
+        return tensor.detach().isfinite().unsqueeze(-1).flatten(1).all(1)
     except (NotImplementedError, RuntimeError):
-        return False
+        return torch.zeros(len(tensor), dtype=torch.bool, device=tensor.device)

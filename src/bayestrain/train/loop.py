@@ -1,0 +1,218 @@
+"""The loop of `fit`: epochs, records, checkpoints, and what ends a run early."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayestrain.errors import Interrupted, TrainingError
+from bayestrain.nn import count_parameters, dense_parameters, ranks
+from bayestrain.train.batches import Batches
+from bayestrain.train.callbacks import Plan, Progress
+from bayestrain.train.config import FitConfig
+from bayestrain.train.folder import RunFolder
+from bayestrain.train.schedule import learning_rate
+from bayestrain.train.search import Search
+from bayestrain.train.subject import Network
+
+LOOK_EVERY = 50
+"""Steps between progress reports, and between checks of the losses on a GPU, where a check waits for the device."""
+
+SETTLING = 2**14
+"""Training inputs with which batch norm's statistics of particles are estimated at the end."""
+
+
+class Loop:
+    """One training run: how it steps, what it records, how it is saved."""
+
+    def __init__(
+        self, subject: Network, data: Batches, validation: Batches | None, config: FitConfig, folder: RunFolder | None,
+        callbacks: Sequence[Any], settings: dict[str, Any], search: bool,
+    ) -> None:  # fmt: skip
+        self.subject, self.data, self.validation, self.config = subject, data, validation, config
+        self.folder, self.callbacks, self.settings = folder, callbacks, settings
+        self.search = Search(subject, config, self.tell) if search else None
+        self.epoch, self.seconds, self.rate = 0, 0.0, 0.0
+        self.saved: int | None = None
+        """The epoch of the last checkpoint."""
+        self.history: list[dict[str, Any]] = []
+        self.steps = math.ceil((data.steps or 1) / config.accumulate)
+        self.epochs = config.epochs + config.finetune_epochs
+        self.rates = [float(group["lr"]) / config.lr for group in subject.optimizer.param_groups]
+
+    def tell(self, what: str, argument: Any) -> None:
+        """Call this method of all callbacks that have it."""
+        for callback in self.callbacks:
+            if (method := getattr(callback, f"on_{what}", None)) is not None:
+                method(argument)
+
+    def run(self, note: str = "") -> dict[str, float] | None:
+        """All epochs that are left, and the final cut; the metrics of the final network on the validation data."""
+        if self.folder is not None:
+            self.history = self.folder.start_history(-1 if self.saved is None else self.saved)
+        template, number = self.subject.template, self.data.num_data or 0
+        sizes = count_parameters(template), dense_parameters(template)
+        self.tell("start", Plan(self.epochs, self.epoch, self.steps, number, self.subject.number, *sizes))
+        if note:
+            self.tell("message", note)
+        try:
+            if not self.history:
+                self._record(dict.fromkeys(("train_loss", "prior_loss", "train_accuracy")))
+            while self.epoch < self.epochs:
+                self._cut()
+                started = time.perf_counter()
+                means = self._train_epoch()
+                self.epoch += 1
+                self.seconds += time.perf_counter() - started
+                self._record(means)
+            validation = self.measure() if self._cut() else self.history[-1]["validation"]
+            self.subject.finish(islice((x for x, _ in self.data), max(1, SETTLING // self.data.batch_size)))
+            return validation
+        except KeyboardInterrupt:
+            if self.folder is None or self.saved is None:
+                raise
+            raise Interrupted(str(self.folder.path), self.saved) from None
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise self._diverged(f"epoch {self.epoch + 1}", "a decomposition of the weights failed") from error
+
+    def _train_epoch(self) -> dict[str, Any]:
+        """One pass over the data; the mean losses and accuracy."""
+        every = LOOK_EVERY if self.data.device.type == "cuda" else 1
+        seen, sums = 0, torch.zeros(3, device=self.data.device, dtype=torch.float64)
+        recent: list[Tensor] = []
+        batches = iter(self.data)
+        for step, group in enumerate(iter(lambda: list(islice(batches, self.config.accumulate)), []), start=1):
+            self._set_rate(self.epoch + min((step - 1) / self.steps, 1.0))
+            recent.append(self.subject.step(group).clone())
+            number = sum(len(y) for _, y in group)
+            sums, seen = sums + recent[-1] * number, seen + number
+            if step % every == 0 or step >= self.steps:
+                for place, (data, prior, _) in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
+                    if not math.isfinite(data + prior):
+                        what = f"the likelihood loss is {data}" if not math.isfinite(data) else f"the prior is {prior}"
+                        raise self._diverged(f"epoch {self.epoch + 1}, step {place}", what)
+                recent = []
+            if step % LOOK_EVERY == 0:
+                self.tell("step", Progress(self.epoch + 1, step, **_means(sums / seen), lr=self.rate))
+        return _means(sums / seen)
+
+    def _set_rate(self, epoch: float) -> None:
+        self.rate = learning_rate(self.config, epoch, None if self.search is None else self.search.ended)
+        for group, ratio in zip(self.subject.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.rate * ratio)  # where a captured step reads it
+            else:
+                group["lr"] = self.rate * ratio
+
+    def _cut(self) -> bool:
+        """Cut the ranks if it is time; whether this ended the search."""
+        if self.search is None or self.search.ended is not None:
+            return False
+        started = time.perf_counter()
+        self.search.cut(self.epoch, self.history[-1]["validation"])
+        self.seconds += time.perf_counter() - started
+        if self.search.ended is None:
+            return False
+        if self.folder is not None:
+            self.folder.write_json("spectra.json", self.search.spectra)
+        return True
+
+    def _record(self, means: dict[str, Any]) -> None:
+        """Write the epoch down, then a checkpoint; never one of broken weights."""
+        try:
+            messages = self.subject.repair()
+        except TrainingError as error:
+            raise self._diverged(f"epoch {self.epoch}", str(error)) from None
+        for message in messages:
+            self.tell("message", message)
+        phase = "train" if self.search is None else "search" if self.search.ended is None else "finetune"
+        record = {
+            "epoch": self.epoch,
+            "phase": phase,
+            "seconds": round(self.seconds, 3),
+            "lr": self.rate,
+            **means,
+            "validation": self.measure(),
+            "prior_weight": 0.0 if self.subject.prior is None else self.subject.prior.current_weight,
+            "parameters": count_parameters(self.subject.template),
+            "ranks": {name: list(found) for name, found in ranks(self.subject.template).items()},
+            **self.subject.describe(),
+        }
+        self.history.append(record)
+        if self.folder is not None:
+            self.folder.append_history(record)
+            if self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every:
+                self.folder.save_checkpoint(self.state())
+                self.saved = self.epoch
+        self.tell("epoch", record)
+
+    def measure(self) -> dict[str, float] | None:
+        """The metrics on the validation data."""
+        return None if self.validation is None else self.subject.measure(self.validation)
+
+    def _diverged(self, where: str, what: str) -> TrainingError:
+        saved = "" if self.folder is None or self.saved is None else (
+            f" The checkpoint of epoch {self.saved} is in {self.folder.path}."
+        )  # fmt: skip
+        return TrainingError(
+            f"Training diverged at {where}: {what}, at learning rate {self.rate:.3g}. The largest or broken weights "
+            f"are those of {self.subject.largest()!r}.{saved} Try a smaller lr, clip_norm=1, or a longer warmup_epochs "
+            "of the prior."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "settings": self.settings,
+            "subject": self.subject.state(),
+            "search": None if self.search is None else {name: getattr(self.search, name) for name in Search.KEPT},
+            "random": random_state(self.data.device),
+            "generators": {name: found.get_state() for name, found in self.data.generators().items()},
+            **{name: getattr(self, name) for name in ("epoch", "seconds", "rate")},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Return to the epoch of a checkpoint."""
+        self.epoch, self.seconds, self.rate = state["epoch"], state["seconds"], state["rate"]
+        for name, value in (state["search"] or {}).items():
+            setattr(self.search, name, value)
+        if self.search is not None and self.search.ended is not None:
+            self.subject.end_search()
+        self.subject.restore(state["subject"])
+        for name, generator in self.data.generators().items():
+            generator.set_state(state["generators"][name])
+        set_random_state(state["random"], self.data.device)
+        self.saved = self.epoch
+
+
+def _means(means: Tensor) -> dict[str, Any]:
+    data, prior, right = means.tolist()
+    return {"train_loss": data, "prior_loss": prior, "train_accuracy": None if math.isnan(right) else right}
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of the generators of torch, Python and, where it is loaded, NumPy, as plain values and tensors."""
+    numpy = None
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        numpy = (str(kind), keys.tolist(), *rest)
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Return to a `random_state`; of another kind of device, to what it has in common with this one."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if state["numpy"] is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

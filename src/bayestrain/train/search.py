@@ -1,0 +1,181 @@
+"""The search for ranks: when they are cut, how far, and when the search is over."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from bayestrain.compact import rank_spread, ranks_for
+from bayestrain.errors import ConfigError
+from bayestrain.nn import count_parameters, dense_parameters, factorized_weights
+from bayestrain.train.config import FitConfig, plain
+from bayestrain.train.subject import Network
+
+EMPTY = 1e-7
+"""Parts of a weight that are relatively smaller are rounding errors; larger ones can grow again."""
+
+SHRINK, PATIENCE = 0.8, 3
+"""With a target accuracy: the size after a cut, and the cuts skipped before training returns to the last good size."""
+
+ARRIVED = 0.8
+"""Fraction of the search after which a network with a target size should have that size."""
+
+
+class Search:
+    """Cuts the ranks of what `fit` trains between epochs: to a tolerance, towards a size, or while it is accurate.
+
+    Attributes:
+        ended: the epoch of the final cut.
+        spectra: what the bonds held just before the final cut.
+        own_ranks: of a posterior, the ranks that each particle alone would have been cut to.
+    """
+
+    KEPT = ("ended", "spectra", "own_ranks", "start", "change", "best", "missed")
+
+    def __init__(self, subject: Network, config: FitConfig, tell: Callable[[str, Any], None]) -> None:
+        self.subject, self.config, self.tell = subject, config, tell
+        self.target = target_size(config, subject.template)
+        self.rule = None if config.rule == "auto" else config.rule
+        self.start = self.parameters
+        self.ended: int | None = None
+        self.spectra: dict[str, Any] = {}
+        self.own_ranks: dict[str, list[list[int]]] = {}
+        self.change = 0.0
+        """The largest relative change of a weight by a cut to the target size."""
+        self.best: dict[str, Any] | None = None
+        """With a target accuracy: the smallest network so far that reached it."""
+        self.missed = 0
+        """Cuts in a row that were skipped because the accuracy was too low."""
+
+    @property
+    def parameters(self) -> int:
+        """Of one network, now."""
+        return count_parameters(self.subject.template)
+
+    def cut(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
+        """Before an epoch: cut the ranks if it is time, and end the search when it is over."""
+        config, every = self.config, self.config.compact_every
+        if epoch == config.epochs:
+            self._end(epoch, metrics)
+        elif every and epoch and epoch >= config.first_cut and not epoch % every:
+            if config.target_accuracy:
+                self._cut_while_accurate(epoch, metrics)
+            else:
+                self._cut_towards_target(epoch, metrics)
+
+    def _cut_towards_target(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
+        target = self.target
+        before = None if target is None else copy.deepcopy(self.subject.state())
+        report = self.subject.compact_(self.config.compact_tol, rule="contribution")
+        if before is not None and target is not None:
+            if self.parameters < target:  # empty ranks stay where the target has room for them
+                self.subject.restore(before)
+                self._end(epoch, metrics)
+                return
+            wanted = wanted_parameters(self.config, epoch, self.start, target)
+            report = report.then(self.subject.compact_(rule=self.rule, parameters=wanted))
+            self.change = max(self.change, report.change)
+        self.tell("cut", report)
+        if target is not None and self.parameters <= target:
+            self._end(epoch, metrics)
+
+    def _cut_while_accurate(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
+        """Cut while the validation accuracy holds; if it does not recover, the search is over."""
+        size, fewest = self.parameters, fewest_parameters(self.subject.template)
+        if not self._accurate(metrics):
+            self.missed += 1
+        elif size > fewest:
+            self.best, self.missed = {"parameters": size, "subject": copy.deepcopy(self.subject.state())}, 0
+            report = self.subject.compact_(self.config.compact_tol, rule="contribution")
+            goal = max(int(SHRINK * size), fewest)
+            self.tell("cut", report.then(self.subject.compact_(rule=self.rule, parameters=goal)))
+            return
+        if size == fewest or (self.best is not None and self.missed >= PATIENCE):
+            self._end(epoch, metrics)
+
+    def _end(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
+        """The final cut: the smallest ranks for the tolerance; with a target, those that lose least for it."""
+        config, target, messages, first = self.config, self.target, [], None
+        tol = EMPTY if config.targets else config.round_tol
+        if config.target_accuracy:
+            messages.append(self._back_to_accuracy(metrics))
+        elif self.subject.posterior is not None and self.rule != "lambda":
+            budget = {"tol": tol} if target is None else {"parameters": target}
+            self.own_ranks = rank_spread(self.subject.posterior, **budget, rule=self.rule)
+        if target is not None:
+            first = self.subject.compact_(rule=self.rule, parameters=target)
+        report = self.subject.compact_(tol, rule=self.rule)
+        report = report if first is None else first.then(report)
+        kept = {row.name: {"bonds": plain(row.spectra), "kept": list(row.ranks)} for row in report.layers}
+        self.spectra = {"tol": tol, "layers": {name: about for name, about in kept.items() if about["bonds"]}}
+        self.subject.end_search()
+        self.ended, self.best = epoch, None
+        if epoch < config.epochs:
+            left = config.epochs + config.finetune_epochs - epoch
+            messages.append(f"the search ended after {epoch} epochs; the other {left} are fine-tuning")
+        if target is not None:
+            times, change = dense_parameters(self.subject.template) / self.parameters, max(self.change, report.change)
+            messages.append(
+                f"cut to {times:.4g}x smaller than dense; no cut changed a weight by more than {100 * change:.2g} %"
+            )
+        self.tell("cut", report)
+        for text in (*messages, *report.notes):
+            self.tell("message", text)
+
+    def _accurate(self, metrics: Mapping[str, float] | None) -> bool:
+        return metrics is not None and metrics["accuracy"] >= self.config.target_accuracy
+
+    def _back_to_accuracy(self, metrics: Mapping[str, float] | None) -> str:
+        """If the network is not accurate enough, return to the smallest one that was; a message about it."""
+        floor = f"{100 * self.config.target_accuracy:.4g} %"
+        if not self._accurate(metrics):
+            if self.best is None:
+                return f"no network had fit.target_accuracy {floor} on the validation data: only empty ranks were cut"
+            self.subject.restore(self.best["subject"])
+        return f"the smallest network with validation accuracy {floor} has {self.parameters:,} parameters"
+
+
+def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) -> int:
+    """The parameters that a network on its way to `target` should have after `epoch` epochs.
+
+    From the `start` at the first cut they shrink by the same factor each epoch and reach the target when most of the
+    search is over.
+    """
+    last = ARRIVED * config.epochs
+    done = min(max((epoch - config.first_cut) / max(last - config.first_cut, 1.0), 0.0), 1.0)
+    return target if done == 1 else math.floor(start * (target / start) ** done)
+
+
+def target_size(config: FitConfig, model: nn.Module) -> int | None:
+    """The parameters that the settings ask for, if they ask for a size."""
+    return (
+        int(dense_parameters(model) / config.target_ratio) if config.target_ratio else config.target_parameters or None
+    )
+
+
+def fewest_parameters(model: nn.Module) -> int:
+    """Those of the network with every rank at 1."""
+    weights, size = factorized_weights(model).values(), count_parameters(model)
+    shapes = [shape for w in weights for shape in w.equation.shapes(w.layout.sizes, [1] * len(w.ranks))]
+    return size - sum(w.numel for w in weights) + sum(map(math.prod, shapes))
+
+
+def check_target(config: FitConfig, model: nn.Module) -> None:
+    """Refuse a target size that the network has already, or that it cannot reach."""
+    if (target := target_size(config, model)) is None:
+        return
+    dense, size = dense_parameters(model), count_parameters(model)
+    asked = f"fit.{config.targets[0]} {getattr(config, config.targets[0]):g}"
+    if size <= target:
+        raise ConfigError(
+            f"{asked} is reached already: the network has {size:,} parameters to start with, {dense / size:.3g}x fewer "
+            "than dense. Ask for a smaller network, or start with a larger max_rank."
+        )
+    try:
+        ranks_for(model, target)
+    except ConfigError as error:
+        raise ConfigError(f"{asked} is out of reach. {error}") from None
