@@ -67,7 +67,7 @@ def test_ranks_that_were_not_to_move(tmp_path: Path) -> None:
 
 def test_collapsed_layers(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", layers=with_ends([6, 9, 3], [1], [1, 1, 1, 1]))
-    assert "2 layers collapsed to rank 1 (fc1, fc2) and may be a bottleneck: list them under keep_dense" in said(folder)
+    assert "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck: use keep_dense" in said(folder)
 
 
 def test_a_search_that_ended_too_early(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_particles(tmp_path: Path) -> None:
 def test_overfitting_and_training_that_ended_too_early(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     rewrite(folder, lambda x: {**x, "validation": {"log_likelihood": -1.0 - abs(x["epoch"] - 6) / 10}})
-    assert "It overfits: validation log likelihood was best at epoch 6 (−1.00) and ended at −2.40" in said(folder)
+    assert "It overfits: validation log likelihood was best at epoch 6 (-1.00) and ended at -2.40" in said(folder)
     rewrite(folder, lambda x: {**x, "validation": {"log_likelihood": -3.0 + x["epoch"] / 10}})
     assert "still rising at the end" in said(folder)
 

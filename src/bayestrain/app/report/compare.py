@@ -8,7 +8,7 @@ from typing import Any
 
 from bayestrain.app.report import plots
 from bayestrain.app.report.page import Section, Table, render
-from bayestrain.app.report.read import Run, read_run
+from bayestrain.app.report.read import Run, read_run, reading
 from bayestrain.app.report.words import UNKNOWN, count, duration, join, number, percent, plural, ratio, short_name
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
@@ -20,12 +20,12 @@ CLOSE_ACCURACY, CLOSE = 0.005, 0.02
 COLUMNS: dict[str, tuple[Callable[[Run], Any], Callable[[Any], str]]] = {
     "parameters": (lambda r: r.parameters, count),
     "ratio": (lambda r: r.ratio, ratio),
-    "accuracy": (lambda r: r.metrics.get("accuracy"), percent),
-    "RMSE": (lambda r: r.metrics.get("rmse"), number),
-    "log likelihood": (lambda r: r.metrics.get("log_likelihood"), number),
-    "calibration error": (lambda r: r.metrics.get("ece"), percent),
-    "particles": (lambda r: r.posterior.particles if r.posterior else 1, count),
-    "training time": (lambda r: r.numbers.get("seconds") if r.finished else None, duration),
+    "accuracy": (lambda r: r.scores("metrics").get("accuracy"), percent),
+    "RMSE": (lambda r: r.scores("metrics").get("rmse"), number),
+    "log likelihood": (lambda r: r.scores("metrics").get("log_likelihood"), number),
+    "calibration error": (lambda r: r.scores("metrics").get("ece"), percent),
+    "particles": (lambda r: r.posterior.get("particles", 1), count),
+    "training time": (lambda r: r.result.get("seconds"), duration),
 }
 
 
@@ -36,45 +36,50 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
         raise DataError("There is no run to compare. Give at least one run folder.")
     base = Path(os.path.commonpath([place.parent for place in places]))
     runs = {place.relative_to(base).as_posix(): read_run(place) for place in places}
-    settings = {
-        name: {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()
-               if (title, key) not in (("run", "name"), ("run", "seed"))} for name, run in runs.items()
-    }  # fmt: skip
-    layers = {name: {layer.name: join(layer.ranks) for layer in run.tensor_layers} for name, run in runs.items()}
-    differing = _side_by_side("setting", settings, all_keys=False)
-    with plots.style():
-        figures = _trade(runs)
-    sections = [
-        Section("Runs", (), figures, [_scores(runs, seeds=not differing)]),
-        Section("Settings that differ", (), (), differing),
-        Section("Ranks", ("In the order of each layer’s bonds.",), (), _side_by_side("layer", layers)),
-    ]
-    links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
-             for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
-    title = f"{plural(len(runs), 'run')} compared"
-    html = render("base.html.j2", title=title, lead=verdict(runs), notices=[], links=links, sections=sections)
+    with reading(base), plots.style():
+        settings = {
+            name: {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value
+                   in section.items() if f"{title}.{key}" not in ("run.name", "run.seed")} for name, run in runs.items()
+        }  # fmt: skip
+        layers = {name: {layer.name: join(layer.ranks) for layer in run.tensor_layers} for name, run in runs.items()}
+        differing = _side_by_side("setting", settings, all_keys=False)
+        sections = [
+            Section("Runs", (), _trade(runs), [_scores(runs, seeds=not differing)]),
+            Section("Settings that differ", (), (), differing),
+            Section("Ranks", ("In the order of each layer’s bonds.",), (), _side_by_side("layer", layers)),
+        ]
+        links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
+                 for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
+        title = f"{plural(len(runs), 'run')} compared"
+        html = render("base.html.j2", title=title, lead=verdict(runs), notices=[], links=links, sections=sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, html)
     return path
 
 
+def scored(runs: dict[str, Run]) -> tuple[str, dict[str, float]]:
+    """The decisive score and the runs that have it; none if the runs are of different tasks."""
+    tasks = {run.task for run in runs.values()}
+    key = DECISIVE.get(next(iter(tasks)), "log_likelihood")
+    found = {name: run.scores("metrics") for name, run in runs.items()} if len(tasks) == 1 else {}
+    return key, {name: scores[key] for name, scores in found.items() if key in scores}
+
+
 def verdict(runs: dict[str, Run]) -> str:
     """Which run to take, if they can be compared at all."""
-    key = DECISIVE.get(next(iter(runs.values())).task, "log_likelihood")
-    scored = {name: run.metrics[key] * (-1 if key == "rmse" else 1) for name, run in runs.items() if key in run.metrics}
+    key, scores = scored(runs)
     if len({run.task for run in runs.values()}) > 1:
         return "The runs are of different tasks, so their scores cannot be compared."
-    if len(scored) < 2:
+    if len(scores) < 2:
         return "Fewer than two of the runs are finished, so there is nothing to compare yet."
-    show = {name: percent(run.metrics[key]) if key == "accuracy" else number(run.metrics[key])
-            for name, run in runs.items() if key in run.metrics}  # fmt: skip
-    best = max(scored, key=lambda name: scored[name])
-    margin = CLOSE_ACCURACY if key == "accuracy" else CLOSE * abs(scored[best])
-    close = [name for name in scored if scored[best] - scored[name] <= margin]
+    sign, show = -1 if key == "rmse" else 1, percent if key == "accuracy" else number
+    best = max(scores, key=lambda name: sign * scores[name])
+    margin = CLOSE_ACCURACY if key == "accuracy" else CLOSE * abs(scores[best])
+    close = [name for name in scores if sign * (scores[best] - scores[name]) <= margin]
     small = min(close, key=lambda name: runs[name].parameters)
-    text = f"{best} has the best {_label(key)}, {show[best]}, with {count(runs[best].parameters)} parameters."
+    text = f"{best} has the best {_label(key)}, {show(scores[best])}, with {count(runs[best].parameters)} parameters."
     if runs[small].parameters < runs[best].parameters:
-        text += f" {small} comes close with {show[small]} and only {count(runs[small].parameters)}."
+        text += f" {small} comes close with {show(scores[small])} and only {count(runs[small].parameters)}."
     return text
 
 
@@ -83,11 +88,11 @@ def _label(key: str) -> str:
 
 
 def _scores(runs: dict[str, Run], seeds: bool) -> Table:
-    """A row per run; below, if only their seeds differ, their mean and standard deviation."""
+    """A row per run; if only their seeds differ, also their mean and standard deviation."""
     values = {column: [of(run) for run in runs.values()] for column, (of, _) in COLUMNS.items()}
     values = {column: found for column, found in values.items() if any(value is not None for value in found)}
     summaries = {"mean over seeds": mean, "standard deviation": stdev} if seeds and len(runs) > 1 else {}
-    rows = [[name if run.finished else f"{name} (unfinished)"] for name, run in runs.items()] + [[s] for s in summaries]
+    rows = [[name if run.result else f"{name} (unfinished)"] for name, run in runs.items()] + [[s] for s in summaries]
     for column, found in values.items():
         all_of_them = [*found, *(None if None in found else summary(found) for summary in summaries.values())]
         for row, value in zip(rows, all_of_them, strict=True):
@@ -105,20 +110,18 @@ def _side_by_side(label: str, found: dict[str, dict[str, str]], all_keys: bool =
 
 def _trade(runs: dict[str, Run]) -> list[plots.Plot]:
     """Score against size."""
-    key = DECISIVE.get(next(iter(runs.values())).task, "log_likelihood")
-    points = {name: (run.parameters, run.metrics[key]) for name, run in runs.items() if key in run.metrics}
-    if len(points) < 2 or len({run.task for run in runs.values()}) > 1:
+    key, scores = scored(runs)
+    if len(scores) < 2:
         return []
     figure, (axes,) = plots.new(3.4)
-    for place, (name, point) in enumerate(points.items()):
-        axes.plot(*point, "osD^vP"[place % 6], color=plots.SERIES[place % 6], markersize=7, label=short_name(name, 30))
+    for place, (name, score) in enumerate(scores.items()):
+        colour, marker = plots.SERIES[place % 6], "osD^vP"[place % 6]
+        axes.plot(runs[name].parameters, score, marker, color=colour, markersize=7, label=short_name(name, 30))
     plots.log_axis(axes.xaxis)
     axes.set_xlabel("parameters (log scale)")
-    axes.set_ylabel(_label(key) + (" / %" if key == "accuracy" else ""))
+    axes.set_ylabel(_label(key) + (" (%)" if key == "accuracy" else ""))
     if key == "accuracy":
         plots.percents(axes.yaxis)
-    if len(points) <= 8:
+    if len(scores) <= 8:
         figure.legend(loc="outside upper left")
-    alt = join((f"{name}: {count(size)} parameters, {number(score)}" for name, (size, score) in points.items()), "; ")
-    title = f"Size and {_label(key)}"
-    return [plots.finish(figure, title, "Further left is smaller.", f"{title}. {alt}.")]
+    return [plots.finish(figure, f"Size and {_label(key)}", "Further left is smaller.")]

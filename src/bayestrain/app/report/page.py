@@ -13,12 +13,12 @@ import numpy as np
 from bayestrain.app.report import certainty
 from bayestrain.app.report import plots as draw
 from bayestrain.app.report.advice import advice
-from bayestrain.app.report.read import Classes, Run, Values, read_run
+from bayestrain.app.report.read import Classes, Run, Values, read_run, reading
 from bayestrain.app.report.words import count, duration, join, number, percent, plural, ratio
 from bayestrain.files import write_atomically
 
 FEW_ROWS = 14
-"""Longer tables with a title are folded."""
+"""Longer tables are folded."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,15 @@ def write_report(folder: Path | str) -> Path:
     An unfinished run gets a page of what is there. `DataError` names a file that is damaged.
     """
     run, path = read_run(Path(folder)), Path(folder) / "report.html"
-    notices = [] if run.finished else ["This run is unfinished: the page shows what it has written so far."]
-    notices += [f"Left out, because the run folder lacks {join(run.missing)}."] if run.missing else []
-    with draw.style():
+    notices = [] if run.result else ["This run is unfinished: the page shows what it has written so far."]
+    with reading(Path(folder)), draw.style():
         training = Section("Training", (), draw.training_plots(run))
         sections = [_ranks(run), _spectra(run), training, _certainty(run), _particles(run)]
-    html = render(
-        "run.html.j2", title=run.name, lead=_lead(run), notices=notices, tiles=tiles(run), advice=advice(run),
-        sections=sections, command=run.result.get("command") or run.environment.get("command"), config=run.config_text,
-        environment=run.environment,
-    )  # fmt: skip
+        html = render(
+            "run.html.j2", title=run.name, lead=_lead(run), notices=notices, tiles=tiles(run), advice=advice(run),
+            sections=sections, command=run.environment.get("command"), config=run.config_text,
+            environment=run.environment,
+        )  # fmt: skip
     write_atomically(path, html)
     return path
 
@@ -66,97 +65,92 @@ def render(template: str, **context: Any) -> str:
     loader = jinja2.PackageLoader("bayestrain.app.report")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     css = resources.files("bayestrain.app.report").joinpath("templates/style.css").read_text(encoding="utf-8")
-    return environment.get_template(template).render(
-        {"links": {}, "few": FEW_ROWS, **context}, style=css, version=version("bayestrain")
-    )
+    context = {"links": {}, "few": FEW_ROWS, "style": css, "version": version("bayestrain"), **context}
+    return environment.get_template(template).render(context)
 
 
 def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     """The figures to judge a run by: (label, value, notes). A value is this run's own, whatever its notes compare."""
-    which = run.result.get("evaluated_on") or "test" if run.metrics else "validation"
-    scores = run.metrics or run.validation
-    posterior, at = run.posterior, run.calibrated.get("temperature")
-    alone = posterior.mean_log_likelihood if posterior else None
-    fewer = f"{ratio(run.ratio)} fewer than dense ({count(run.dense_parameters)})" if run.ratio else ""
-    each = f"in each of {plural(posterior.particles, 'particle')}" if posterior else ""
-    held = run.validation if which == "test" else {}
-    values = run.predictions if isinstance(run.predictions, Values) else None
+    metrics, at = run.scores("metrics"), run.scores("calibrated").get("temperature")
+    which = run.result.get("evaluated_on") or "test" if metrics else "validation"
+    scores, posterior, values = metrics or run.scores("validation"), run.posterior, run.predictions
+    held = run.scores("validation") if which == "test" else {}
+    fewer = f"{ratio(run.ratio)} fewer than dense ({count(run.result.get('dense_parameters'))})" if run.ratio else ""
+    each = f"in each of {plural(posterior['particles'], 'particle')}" if posterior else ""
     found = [("Parameters", count(run.parameters), [fewer, each])]
     if "accuracy" in scores:
         note = f"validation {percent(held['accuracy'])}" if "accuracy" in held else ""
         found.append((f"Accuracy ({which})", percent(scores["accuracy"]), [note]))
     if "rmse" in scores:
         note = f"validation {number(held['rmse'])}" if "rmse" in held else ""
-        std = f"targets have a standard deviation of {number(float(values.targets.std()))}" if values else ""
+        spread = number(float(values.targets.std())) if isinstance(values, Values) else ""
+        std = f"the targets have a standard deviation of {spread}" if spread else ""
         found.append((f"RMSE ({which})", number(scores["rmse"]), [std, note]))
     if "log_likelihood" in scores:
-        note = f"one particle alone: {number(alone)} on average" if alone is not None else "per example"
+        alone = posterior.get("mean_log_likelihood")
+        note = "per example" if alone is None else f"a particle alone has {number(alone)} on average"
         found.append((f"Log likelihood ({which})", number(scores["log_likelihood"]), [note]))
     if "ece" in scores:
-        note = f"{percent(run.calibrated.get('ece'))} at temperature {at:.2f}" if at else "0 is perfect"
-        if at and posterior and posterior.uncalibrated:  # its predictions have the temperature already
-            note = f"at temperature {at:.2f}; {percent(posterior.uncalibrated.get('ece'))} without"
+        note = f"{percent(run.scores('calibrated').get('ece'))} at temperature {at:.2f}" if at else "0 is perfect"
+        if at and posterior.get("uncalibrated"):  # its predictions have the temperature already
+            note = f"at temperature {at:.2f}; {percent(posterior['uncalibrated'].get('ece'))} without"
         found.append(("Calibration error", percent(scores["ece"]), [note]))
-    if values:
+    if isinstance(values, Values):
         share = percent(certainty.covered(values, 0.9), 1)
-        found.append(("Calibration", share, ["of true values lie in their 90 % interval"]))
+        found.append(("In the 90% interval", share, ["of the true values"]))
     if run.result:
-        peak, device = run.numbers.get("peak_memory_bytes"), run.result.get("device")
+        peak, device = run.result.get("peak_memory_bytes"), run.result.get("device")
         notes = [f"on {device}" if device else "", f"{peak / 2**20:,.0f} MiB of memory" if peak else ""]
-        return [*found, ("Training time", duration(run.numbers.get("seconds")), notes)]
-    return [*found, ("Epochs so far", count(run.history[-1].number), [f"of {run.epochs}" if run.epochs else ""])]
+        return [*found, ("Training time", duration(run.result.get("seconds")), notes)]
+    return [*found, ("Epochs so far", count(run.history[-1]["epoch"]), [f"of {run.epochs}" if run.epochs else ""])]
 
 
 def _lead(run: Run) -> str:
     names = join(dict.fromkeys(layer.format for layer in run.tensor_layers if layer.format))
     layers = f"{plural(len(run.tensor_layers), 'tensorised layer')}{f' ({names})' if names else ''}"
     posterior = run.posterior
-    who = f"posterior of {posterior.particles} particles ({posterior.method})" if posterior else "one network"
+    who = f"posterior of {posterior['particles']} particles ({posterior['method']})" if posterior else "one network"
     task = "Own likelihood" if run.task == "other" else run.task.capitalize()
     begun = run.result.get("from_run")
-    started = f" Started from {begun.get('run') if isinstance(begun, dict) else begun}." if begun else ""
-    return f"{task}; {who}; {layers}.{started}"
+    return f"{task}; {who}; {layers}." + (f" Started from {begun['run']}." if begun else "")
 
 
 def _ranks(run: Run) -> Section:
     layers, texts = run.tensor_layers, []
     if layers:
         now, start = (sum(sum(getattr(x, key)) for x in layers) for key in ("ranks", "start_ranks"))
-        bonds = plural(sum(len(layer.ranks) for layer in layers), "bond")
-        texts = [f"Of {count(start)} rank indices at the start, {count(now)} are left, at {bonds}."]
+        texts = [f"{count(now)} of {count(start)} rank indices are left."]
     rows = [
         (x.name, x.format or ("" if x.ranks else "dense"), x.layout, join(x.shape, "×"), join(x.start_ranks),
          join(x.ranks), count(x.sizes.get("dense")), count(x.sizes.get("now")), ratio(x.ratio)) for x in run.layers
     ]  # fmt: skip
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
     tables = [Table(f"Layers ({len(rows)})", header, rows)] if rows else []
-    figures = [*draw.rank_plot(run), *draw.size_plot(run), *draw.rank_paths(run)]
-    return Section("Ranks and size" if layers else "Size", texts, figures, tables)
+    return Section("Ranks and size" if layers else "Size", texts, [*draw.rank_plot(run), *draw.size_plot(run)], tables)
 
 
 def _spectra(run: Run) -> Section:
-    now = {layer.name: layer.ranks for layer in run.layers}
     texts = ["What every bond held just before the final cut. A gap between dots and crosses means that the choice of "
              "the tolerance hardly matters."]  # fmt: skip
-    if len(run.spectra) > draw.FEW_LAYERS:
-        texts.append(f"Shown are the {draw.FEW_LAYERS} largest of {len(run.spectra)} layers.")
-    later = [name for name, bonds in run.spectra.items() if now.get(name) != tuple(kept for _, kept in bonds)]
+    cut = [layer for layer in run.layers if layer.spectrum]
+    if len(cut) > draw.FEW_LAYERS:
+        texts.append(f"Only the {draw.FEW_LAYERS} largest of {len(cut)} layers are shown.")
+    later = [layer.name for layer in cut if layer.ranks != tuple(kept for _, kept in layer.spectrum)]
     if later:
         texts.append(f"Ranks changed again after this cut in {join(later[:5])}; the final ones are above.")
     return Section("Spectra at the final cut", texts, draw.spectrum_plots(run))
 
 
 def _certainty(run: Run) -> Section:
-    found, posterior, most = run.predictions, run.posterior, certainty.SHOWN
-    texts, pictures, tables = [], [], []
-    if posterior and posterior.ood:
-        name, auroc = posterior.ood.get("name", ""), number(posterior.ood.get("auroc"))
-        texts.append(f"Uncertainty tells out-of-distribution data ({name}) from test data with an AUROC of {auroc}.")
-    rows: list[Sequence[str]] = []
+    found, ood, most = run.predictions, run.posterior.get("ood"), certainty.SHOWN
+    texts, pictures, tables, rows = [], [], [], list[Sequence[str]]()
+    if ood:
+        texts.append(f"Uncertainty separates out-of-distribution data ({ood['name']}) from test data with an AUROC of "
+                     f"{number(ood['auroc'])}.")  # fmt: skip
     if isinstance(found, Classes) and found.inputs is not None:
         pictures = [_picture(run, found, place) for place in range(min(len(found.hardest), most))]
     elif isinstance(found, Classes):
-        header = ("input", "true class", "answer", "probability", "uncertainty / nats")
+        header = ("input", "true class", "answer", "probability", "uncertainty (nats)")
         for k in found.hardest[:most].tolist():
             truth, answer = (run.class_name(int(label)) for label in (found.labels[k], found.probabilities[k].argmax()))
             rows.append((str(k), truth, answer, percent(float(found.confidence[k]), 1), number(float(found.total[k]))))
@@ -180,20 +174,11 @@ def _picture(run: Run, found: Classes, place: int) -> dict[str, Any]:
     top = order[:3] if truth in order[:3] else [*order[:2], truth]
     guesses = [(run.class_name(label), percent(float(probabilities[label]), 0), label == truth) for label in top]
     source = certainty.picture(found.inputs[place]) if found.inputs is not None else ""
-    truth_name = run.class_name(truth)
-    return {"index": index, "truth": truth_name, "right": order[0] == truth, "guesses": guesses, "source": source}
+    name = run.class_name(truth)
+    return {"index": index, "truth": name, "right": order[0] == truth, "guesses": guesses, "source": source}
 
 
 def _particles(run: Run) -> Section:
-    if run.posterior is None:
-        return Section("Particles")
-    together, alone = run.metrics.get("log_likelihood"), run.posterior.mean_log_likelihood
-    texts = [f"Together, the {run.posterior.particles} particles have a log likelihood of {number(together)}; a single "
-             f"one has {number(alone)} on average."] if together is not None and alone is not None else []  # fmt: skip
-    facts = [(name.replace("_", " "), number(value)) for name, value in run.posterior.diagnostics.items()]
+    facts = [(name.replace("_", " "), number(value)) for name, value in run.posterior.get("diagnostics", {}).items()]
     tables = [Table("Diagnostics at the end", ("diagnostic", "value"), facts)] if facts else []
-    spread = {n: join(join(sorted({min(b), max(b)}), "–") for b in own) for n, own in run.posterior.own_ranks.items()}
-    if spread:
-        header = ("layer", "least and greatest rank at each bond")
-        tables.append(Table("Ranks that each particle would keep on its own", header, list(spread.items())))
-    return Section("Particles", texts, [*certainty.particle_plot(run), *draw.diagnostic_plots(run)], tables)
+    return Section("Particles", (), (), tables)

@@ -22,16 +22,15 @@ def ratio(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    """0.9856 -> "98.56 %"."""
-    return UNKNOWN if value is None else f"{100 * value:.{digits}f}\u00a0%"
+    """0.9856 -> "98.56%"."""
+    return UNKNOWN if value is None else f"{100 * value:.{digits}f}%"
 
 
 def number(value: float | None) -> str:
-    """Any number in three digits or its whole part: -0.04583 -> "−0.0458"."""
+    """Any number in three digits or its whole part: -0.04583 -> "-0.0458"."""
     if value is None:
         return UNKNOWN
-    text = f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:#.3g}".removesuffix(".")
-    return text.replace("-", "−")
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:#.3g}".removesuffix(".")
 
 
 def duration(seconds: float | None) -> str:
