@@ -33,53 +33,51 @@ def priced(kind: str, values: list[list[float]], rounds: bool = True) -> Priced:
 spectra = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=3)
 
 
-def searched(weights: dict[str, Priced], parameters: int) -> dict[str, tuple[int, ...]]:
+def searched(weights: list[Priced], parameters: int) -> list[tuple[int, ...]]:
     """The same by looking through all bonds before every step."""
-    chains = {name: [len(bond) for bond in weight.shares] for name, weight in weights.items()}
-    bonds = [(name, bond) for name, chain in chains.items() for bond in range(len(chain))]
+    ranks = [[len(bond) for bond in weight.shares] for weight in weights]
+    bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own))]
 
-    def size(name: str, bond: int | None = None, more: int = 0) -> int:
-        ranks = [rank + more * (k == bond) for k, rank in enumerate(chains[name])]
-        return weights[name].entries(ranks)
+    def size(n: int, bond: int | None = None, more: int = 0) -> int:
+        return weights[n].entries([rank + more * (k == bond) for k, rank in enumerate(ranks[n])])
 
     def total() -> int:
-        return sum(map(size, chains))
+        return sum(map(size, range(len(weights))))
 
-    def takes(name: str, bond: int) -> int:
-        return size(name, bond, 1) - size(name)
+    def takes(n: int, bond: int) -> int:
+        return size(n, bond, 1) - size(n)
 
-    def price(name: str, bond: int, index: int) -> float:
-        return weights[name].shares[bond][index] / math.sqrt(takes(name, bond))
+    def price(n: int, bond: int, index: int) -> float:
+        return weights[n].shares[bond][index] / math.sqrt(takes(n, bond))
 
     while total() > parameters:
-        _, name, bond = min((price(*at, chains[at[0]][at[1]] - 1), *at) for at in bonds if chains[at[0]][at[1]] > 1)
-        chains[name][bond] -= 1
-    for name, weight in weights.items():
-        chains[name][:] = weight.usable(tuple(chains[name]))
+        _, n, bond = min((price(*at, ranks[at[0]][at[1]] - 1), *at) for at in bonds if ranks[at[0]][at[1]] > 1)
+        ranks[n][bond] -= 1
+    for n, weight in enumerate(weights):
+        ranks[n][:] = weight.usable(tuple(ranks[n]))
 
-    def grows(name: str, bond: int) -> bool:
-        chain, weight = chains[name], weights[name]
-        more = tuple(rank + (k == bond) for k, rank in enumerate(chain))
-        fits = total() + takes(name, bond) <= parameters
-        return fits and chain[bond] < len(weight.shares[bond]) and weight.usable(more) == more
+    def grows(n: int, bond: int) -> bool:
+        more = tuple(rank + (k == bond) for k, rank in enumerate(ranks[n]))
+        fits = total() + takes(n, bond) <= parameters
+        return fits and ranks[n][bond] < len(weights[n].shares[bond]) and weights[n].usable(more) == more
 
-    while fitting := [(price(*at, chains[at[0]][at[1]]), *at) for at in bonds if grows(*at)]:
-        _, name, bond = max(fitting)
-        chains[name][bond] += 1
-    return {name: tuple(chain) for name, chain in chains.items()}
+    while fitting := [(price(*at, ranks[at[0]][at[1]]), *at) for at in bonds if grows(*at)]:
+        _, n, bond = max(fitting)
+        ranks[n][bond] += 1
+    return [tuple(own) for own in ranks]
 
 
 @given(st.sampled_from(sorted(EQUATIONS)), st.sampled_from(sorted(EQUATIONS)), spectra, spectra, st.floats(0, 1))
 def test_the_cheapest_index_goes_first_and_nothing_more_would_fit(
     first: str, second: str, values: list[list[float]], others: list[list[float]], share: float
 ) -> None:
-    weights = {"a": priced(first, values), "b": priced(second, others, rounds=False)}
-    least = sum(weight.entries([1] * len(weight.shares)) for weight in weights.values())
-    most = sum(weight.entries([len(bond) for bond in weight.shares]) for weight in weights.values())
+    weights = [priced(first, values), priced(second, others, rounds=False)]
+    least = sum(weight.entries([1] * len(weight.shares)) for weight in weights)
+    most = sum(weight.entries([len(bond) for bond in weight.shares]) for weight in weights)
     wanted = 7 + round(least + share * (most - least))
     found = cheapest_ranks(weights, 7, wanted)
-    assert sum(weights[name].entries(ranks) for name, ranks in found.items()) + 7 <= wanted
-    assert found["a"] == weights["a"].usable(found["a"])
+    assert sum(weight.entries(ranks) for weight, ranks in zip(weights, found, strict=True)) + 7 <= wanted
+    assert found[0] == weights[0].usable(found[0])
     assert found == searched(weights, wanted - 7)
 
 
@@ -98,9 +96,8 @@ def test_of_what_went_the_dearest_that_fits_returns() -> None:
     def matrix(size: int, share: float) -> Priced:
         return Priced(Equation.parse("ax, xb -> ab"), (size, size), [[1 - share, share]])
 
-    weights = {"wide": matrix(50, 0.1), "dear": matrix(10, 0.005), "cheap": matrix(10, 0.001)}
-    found = cheapest_ranks(weights, 0, 170)
-    assert found == {"wide": (1,), "dear": (2,), "cheap": (1,)}
+    wide, dear, cheap = matrix(50, 0.1), matrix(10, 0.005), matrix(10, 0.001)
+    assert cheapest_ranks([wide, dear, cheap], 0, 170) == [(1,), (2,), (1,)]
 
 
 @pytest.mark.parametrize("kind", EQUATIONS)
@@ -108,6 +105,6 @@ def test_a_budget_below_the_smallest_size_is_refused_with_that_size(kind: str) -
     weight = priced(kind, [[0.5, 0.3, 0.2]])
     ones = (1,) * len(weight.shares)
     least = 40 + weight.entries(ones)
-    assert cheapest_ranks({"a": weight}, 40, least) == {"a": ones}
+    assert cheapest_ranks([weight], 40, least) == [ones]
     with pytest.raises(ConfigError, match=f"there are {least:,}, of which 40 are in no core. Allow more"):
-        cheapest_ranks({"a": weight}, 40, least - 1)
+        cheapest_ranks([weight], 40, least - 1)

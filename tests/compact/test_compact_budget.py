@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bayestrain.compact import CompactReport, compact_, ranks_for
+from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import ConfigError
 from bayestrain.nn import count_parameters, factorized_weights, ranks
 
@@ -42,11 +42,7 @@ def test_a_model_is_cut_to_a_budget(share: float, first: str, second: str, padde
     least, most = smallest(model), count_parameters(model)
     wanted = round(least + share * (most - least))
     rule = "contribution" if sliced else None
-    before = copy.deepcopy(model.state_dict())
-    planned = ranks_for(model, wanted, rule=rule)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     report = compact_(model, parameters=wanted, rule=rule)
-    assert ranks(model) == planned
     assert count_parameters(model) == report.parameters <= wanted
 
 
@@ -76,7 +72,6 @@ def test_the_layer_that_can_spare_it_gives_it_up(kind: str) -> None:
 def test_a_network_that_is_small_enough_stays(kind: str) -> None:
     model = network(kind)
     before = copy.deepcopy(model.state_dict())
-    assert ranks_for(model, 10**6) == ranks(model)
     report = compact_(model, parameters=count_parameters(model))
     assert not report.changed
     assert report.notes == ()
@@ -102,16 +97,13 @@ def test_ranks_that_neighbours_cannot_use_go_for_free() -> None:
     assert report.layers[0].ranks == (2, 5)
 
 
-def test_empty_indices_are_planned_as_they_are_cut() -> None:
+def test_empty_indices_go_for_free() -> None:
     model = network("tt", "tt")
     with torch.no_grad():
         model[1].factorized.cores[1][..., 2:] = 0
         model[0].factorized.cores[1].zero_()
-    wanted = count_parameters(model) - 1
-    planned = ranks_for(model, wanted)
-    assert planned == {"0": (1, 1), "1": (4, 2)}
-    compact_(model, parameters=wanted)
-    assert ranks(model) == planned
+    compact_(model, parameters=count_parameters(model) - 1)
+    assert ranks(model) == {"0": (1, 1), "1": (4, 2)}
 
 
 def test_a_look_at_a_budget_does_not_undo_that_a_tolerance_cuts_once() -> None:
@@ -123,26 +115,19 @@ def test_a_look_at_a_budget_does_not_undo_that_a_tolerance_cuts_once() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -5, 900.7, math.nan, True, "900"])
 def test_what_is_no_number_of_parameters_is_refused(wrong: object) -> None:
-    for call in (compact_, ranks_for):
-        with pytest.raises(ConfigError, match="parameters must be an integer of at least 1"):
-            call(network("tt"), parameters=wrong)
+    with pytest.raises(ConfigError, match="parameters must be an integer of at least 1"):
+        compact_(network("tt"), parameters=wrong)
 
 
 def test_too_few_parameters_are_refused_with_the_smallest_size() -> None:
     model = network("tt", "ring", "cp")
     least, others = smallest(model), 24 + 24 + 39
-    ranks_for(model, least)
     for rule in (None, "contribution"):
         with pytest.raises(ConfigError, match=f"there are {least:,}, of which {others:,} are in no core"):
             compact_(model, parameters=least - 1, rule=rule)
     report = compact_(model, parameters=least)
     assert {max(own) for own in ranks(model).values()} == {1}
     assert any("collapsed to rank 1 at every bond. If accuracy fell, allow more" in note for note in report.notes)
-
-
-def test_a_model_without_a_factorised_weight_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no factorised weight"):
-        ranks_for(nn.Linear(3, 3), 5)
 
 
 def test_two_reports_become_one() -> None:

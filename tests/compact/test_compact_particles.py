@@ -11,7 +11,7 @@ import torch
 from compact_kit import FORMATS, Layer, Particles, change, dense, planted, weight, with_lambda
 from torch import nn
 
-from bayestrain.compact import compact_, rank_spread
+from bayestrain.compact import compact_
 from bayestrain.errors import ConfigError
 from bayestrain.nn import TensorLinear, count_parameters
 from bayestrain.posterior import Posterior
@@ -72,8 +72,7 @@ def test_a_particle_that_needs_less_is_filled_up_with_zeros() -> None:
         models[1][0].factorized.cores[0][:, 1:] = 0.0
         models[1][0].factorized.cores[2][1:] = 0.0
     particles = Particles(models)
-    assert rank_spread(particles, 1e-6)["0"] == [[3, 1, 3], [3, 1, 3]]
-    compact_(particles, 1e-6)
+    assert compact_(particles, 1e-6).layers[0].ranks == (3, 3)
     assert max(changes(models, particles)) < 1e-7
     assert not particles.particles["model.0.factorized.cores.0"][1, :, 1:].any()
 
@@ -93,18 +92,6 @@ def test_the_papers_rule_looks_at_the_mean_of_sorted_lambdas() -> None:
     for i, index in enumerate(kept):
         assert torch.equal(particles.particles["model.0.factorized.cores.0"][i].detach(), before[i][:, index])
         assert torch.equal(particles.carried[name.format(0)][i], first[i, index])
-
-
-def test_ranks_come_with_a_spread() -> None:
-    models = networks("tt", 4)
-    particles = Particles(models)
-    for arguments in ({"tol": 0.1}, {"parameters": 60}):
-        spread = rank_spread(particles, **arguments)
-        assert [len(bond) for bond in spread["0"]] == [4, 4]
-        assert particles.template[0].factorized.ranks == (5, 5)
-        for i, model in enumerate(models):
-            alone = compact_(copy.deepcopy(model), **arguments).layers[0].ranks
-            assert alone == tuple(bond[i] for bond in spread["0"])
 
 
 def test_particles_are_cut_to_a_budget_together() -> None:
@@ -150,11 +137,10 @@ def test_a_broken_particle_is_named() -> None:
     particles = Particles(networks("tt"))
     with torch.no_grad():
         particles.particles["model.0.factorized.cores.1"][2, 0, 0, 0] = math.nan
-    for call in (compact_, rank_spread):
-        with pytest.raises(
-            ConfigError, match=r"Layer '0' has NaN or infinite weights in particle 2 \(see Posterior.drop_\)"
-        ):
-            call(particles)
+    with pytest.raises(
+        ConfigError, match=r"Layer '0' has NaN or infinite weights in particle 2 \(see Posterior.drop_\)"
+    ):
+        compact_(particles)
     assert particles.template[0].factorized.ranks == (5, 5)
 
 
@@ -166,7 +152,6 @@ def test_a_posterior_hands_over_its_own_optimiser() -> None:
         assert compact_(posterior, **arguments).parameters == posterior.parameters_each
     posterior.step(x, y)
     assert posterior.parameters_each <= 60
-    assert [len(bond) for bond in rank_spread(posterior, 0.0, rule="lambda")["0"]] == [3, 3]
 
 
 def test_a_bare_layer_can_be_the_network() -> None:

@@ -206,6 +206,22 @@ def test_nothing_is_changed_where_the_optimiser_cannot_follow() -> None:
     assert model[0].factorized.ranks != (6, 6)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_an_optimiser_that_was_not_told_of_a_cut_refuses_its_next_step(
+    kind: Callable[..., torch.optim.Optimizer], fused: bool
+) -> None:
+    """A fused one reads beyond the end of the new cores and says nothing."""
+    model = planted("tt")
+    optimizer = kind(model.parameters(), fused=fused)
+    train(model, optimizer, steps=2)
+    compact_(model)
+    compact_(model, parameters=40)
+    with pytest.raises(ConfigError, match=r"has cut to .*\. Call compact_\(model, optimizer=optimizer\)"):
+        train(model, optimizer, steps=1)
+    train(model, kind(model.parameters(), fused=fused), steps=2)
+
+
 def test_frozen_cores_are_cut_too() -> None:
     model = planted("tt").requires_grad_(False)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)

@@ -1,10 +1,10 @@
 """Compaction: ranks that do not matter are cut, to a tolerance or to a parameter budget, in a network or n particles.
 
-`rules` cut one weight, `budget` finds ranks for a number of parameters, `subject` holds what is cut (particles of a
-network, of which a plain model is one) and carries gradients, lambda and the optimiser's state along.
+`rules` cut one weight, `budget` finds ranks for a number of parameters, `weights` holds what is cut (particles of a
+network, of which a plain model is one), `optimizers` slices or restarts the optimiser's state.
 """
 
-from bayestrain.compact.compaction import RULES, compact_, rank_spread, ranks_for
+from bayestrain.compact.compaction import RULES, compact_
 from bayestrain.compact.report import CompactedLayer, CompactReport
 
-__all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_", "rank_spread", "ranks_for"]
+__all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -34,57 +34,56 @@ class Priced:
         return sum(math.prod(shapes[core]) for core in self.equation.owners(label)) // ranks[bond]
 
 
-def cheapest_ranks(weights: Mapping[str, Priced], others: int, parameters: int) -> dict[str, Ranks]:
+def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> list[Ranks]:
     """Ranks with which all cores and the `others`, parameters that are in no core, are at most so many `parameters`.
 
     One rank index after the other goes, always the one with the lowest price; then the dearest that still fit return.
     """
-    chains = {name: [len(bond) for bond in weight.shares] for name, weight in weights.items()}
-    fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights.values())
+    ranks = [[len(bond) for bond in weight.shares] for weight in weights]
+    bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own))]
+    fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights)
     if fewest > parameters:
         raise ConfigError(
             f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which {others:,} "
             "are in no core. Allow more, or tensorize more layers."
         )
 
-    def price(name: str, bond: int, index: int) -> float:
+    def price(n: int, bond: int, index: int) -> float:
         """What an index is of its weight, divided by the root of the entries that it takes.
 
         Dividing by the entries themselves would nearly minimise the sum of the layers' squared changes. But that hits
         wide layers hard, and the more a layer has lost the more harm does the next loss.
         """
-        return weights[name].shares[bond][index] / math.sqrt(weights[name].freed(chains[name], bond))
+        return weights[n].shares[bond][index] / math.sqrt(weights[n].freed(ranks[n], bond))
 
-    def bonds() -> Iterator[tuple[str, int]]:
-        return ((name, bond) for name, chain in chains.items() for bond in range(len(chain)))
+    def room() -> int:
+        return parameters - others - sum(weight.entries(own) for weight, own in zip(weights, ranks, strict=True))
 
-    room = parameters - others - sum(weight.entries(chains[name]) for name, weight in weights.items())
-    last = [(price(name, bond, chains[name][bond] - 1), name, bond) for name, bond in bonds() if chains[name][bond] > 1]
+    left = room()
+    last = [(price(n, bond, ranks[n][bond] - 1), n, bond) for n, bond in bonds if ranks[n][bond] > 1]
     heapify(last)
-    while room < 0:
-        known, name, bond = heappop(last)
-        now = price(name, bond, chains[name][bond] - 1)
+    while left < 0:
+        known, n, bond = heappop(last)
+        now = price(n, bond, ranks[n][bond] - 1)
         if now > known:  # a neighbouring rank has fallen since: prices only rise
-            heappush(last, (now, name, bond))
+            heappush(last, (now, n, bond))
             continue
-        room += weights[name].freed(chains[name], bond)
-        chains[name][bond] -= 1
-        if (rank := chains[name][bond]) > 1:
-            heappush(last, (price(name, bond, rank - 1), name, bond))
-    for name, weight in weights.items():
-        before = weight.entries(chains[name])
-        chains[name] = list(weight.usable(tuple(chains[name])))
-        room += before - weight.entries(chains[name])
+        left += weights[n].freed(ranks[n], bond)
+        ranks[n][bond] -= 1
+        if ranks[n][bond] > 1:
+            heappush(last, (price(n, bond, ranks[n][bond] - 1), n, bond))
+    ranks[:] = [list(weight.usable(tuple(own))) for weight, own in zip(weights, ranks, strict=True)]
+    left = room()
 
-    def can_grow(name: str, bond: int) -> bool:
-        chain, weight = chains[name], weights[name]
-        if chain[bond] >= len(weight.shares[bond]) or weight.freed(chain, bond) > room:
+    def can_grow(n: int, bond: int) -> bool:
+        own, weight = ranks[n], weights[n]
+        if own[bond] >= len(weight.shares[bond]) or weight.freed(own, bond) > left:
             return False
-        more = (*chain[:bond], chain[bond] + 1, *chain[bond + 1 :])
+        more = (*own[:bond], own[bond] + 1, *own[bond + 1 :])
         return weight.usable(more)[bond] == more[bond]
 
-    while fitting := [(price(*at, chains[at[0]][at[1]]), *at) for at in bonds() if can_grow(*at)]:
-        _, name, bond = max(fitting)
-        room -= weights[name].freed(chains[name], bond)
-        chains[name][bond] += 1
-    return {name: tuple(chain) for name, chain in chains.items()}
+    while fitting := [(price(n, bond, ranks[n][bond]), n, bond) for n, bond in bonds if can_grow(n, bond)]:
+        _, n, bond = max(fitting)
+        left -= weights[n].freed(ranks[n], bond)
+        ranks[n][bond] += 1
+    return [tuple(own) for own in ranks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bayestrain.tables import text_table
@@ -66,39 +66,50 @@ class CompactReport:
         return text_table(header, rows, left_columns=3) + notes
 
 
-def emptied_note(name: str, bond: str, threshold: float) -> str:
-    """The note on a bond that a threshold on lambda would have emptied."""
-    return (
-        f"bond {bond} of {name!r} collapsed: no lambda is above {threshold}, so rank 1 was kept. An absolute threshold "
-        "depends on the gauge; leave out rule='lambda'."
-    )
+def notes_on(
+    rows: Sequence[CompactedLayer],
+    *,
+    emptied: Sequence[tuple[str, str]],
+    vanished: Mapping[str, Sequence[int]],
+    moved: bool,
+    particles: int,
+    tol: float,
+    budget: bool,
+) -> tuple[str, ...]:
+    """What looks wrong, and what to try.
 
-
-def vanished_note(name: str, which: Sequence[int], particles: int) -> str:
-    """The note on a layer whose weight is almost zero in these of its particles."""
-    where = "" if particles == 1 else f" in {len(which)} of {particles} particles"
-    return (
-        f"the weight of {name!r} has shrunk to almost nothing{where}. The prior probably outweighed the data before "
-        "they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's weight."
-    )
-
-
-def advice(
-    rows: Sequence[CompactedLayer], gone: Container[str], *, moved: bool, own_loop: bool, budget: bool
-) -> list[str]:
-    """What to try where no rank `moved`, or all fell to 1.
-
-    `gone` are layers that have vanished: for them, a larger prior weight would be bad advice. In an `own_loop`, a call
-    may be missing.
+    Args:
+        rows: of the report.
+        emptied: layers and bonds that a threshold on lambda would have emptied.
+        vanished: particles in which the weight of a layer is almost zero.
+        moved: whether any rank has ever fallen.
+        particles: how many there are; 0 for a plain model, trained in a user's own loop.
+        tol: the tolerance, or the threshold on lambda.
+        budget: whether ranks were cut to a number of parameters.
     """
-    notes = []
-    if not moved and any(max(row.ranks, default=1) > 1 for row in rows):
-        weight = "" if any(row.name in gone for row in rows) else " or with a larger prior weight"
-        steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
-        notes.append(f"no rank moved. Train longer{weight}, {steps if own_loop else ''}or raise tol.")
+    notes = [
+        f"bond {bond} of {name!r} collapsed: no lambda is above {tol}, so rank 1 was kept. An absolute threshold "
+        "depends on the gauge; leave out rule='lambda'."
+        for name, bond in emptied
+    ]
+    for name, which in vanished.items():
+        where = f" in {len(which)} of {particles} particles" if particles > 1 else ""
+        notes.append(
+            f"the weight of {name!r} has shrunk to almost nothing{where}. The prior probably outweighed the data "
+            "before they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's "
+            "weight."
+        )
+    if emptied:
+        return tuple(notes)
+    if not (moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):
+        weight = "" if vanished else " or with a larger prior weight"
+        steps = "" if particles else "check that prior.loss() is in the loss and prior.step() is called after each "
+        steps += "optimiser step, " if steps else ""
+        notes.append(f"no rank moved. Train longer{weight}, {steps}or raise tol.")
     remedy = "allow more parameters" if budget else "lower the prior weight"
-    return notes + [
+    notes += [
         f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}."
         for row in rows
-        if max(row.ranks, default=1) == 1 < max(row.ranks_before, default=1) and row.name not in gone
+        if max(row.ranks, default=1) == 1 < max(row.ranks_before, default=1) and row.name not in vanished
     ]
+    return tuple(notes)

@@ -1,65 +1,30 @@
 """How each rule cuts one weight of n particles: particles keep indices of their own, but share the ranks.
 
 A rank index means something else in every particle, so nothing is averaged over equal indices. Errors are: the rules
-look at the root mean square, over particles, of the relative change of the weight.
+use the root mean square, over particles, of the relative change of the weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bayestrain.compact.budget import Priced, Ranks
-from bayestrain.compact.measure import relative_change, weight_norm
+from bayestrain.compact.budget import Priced
+from bayestrain.compact.measure import relative_change
+from bayestrain.compact.weights import Ranks, Weight
 from bayestrain.errors import ConfigError
-from bayestrain.formats import Equation, Format, algebra
-from bayestrain.nn.layout import Layout
+from bayestrain.formats import algebra
 
 SWEEPS = 3
 """Sweeps of alternating least squares after a cut by contribution in a format that cannot round."""
 
-Particles = Sequence[Sequence[Tensor]]
+Cores = Sequence[Sequence[Tensor]]
 """The cores of every particle."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One weight as a rule sees it, in double precision."""
-
-    name: str
-    format: Format
-    equation: Equation
-    layout: Layout
-    particles: Particles
-    log_lambdas: list[Tensor]
-    """Per bond ``(n, R)``; empty if the weight has no lambda."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """The rank of every bond."""
-        return self.equation.ranks([core.shape for core in self.particles[0]])
-
-    @cached_property
-    def norms(self) -> Tensor:
-        """``(n, 1)``: the norm of every particle's weight, without the padding of its tensor."""
-        norms = [[weight_norm(self.layout, self.equation, cores)] for cores in self.particles]
-        return torch.tensor(norms, dtype=torch.float64).clamp_min(1e-300)
-
-    def method(self, rule: str | None) -> str:
-        """What a rule does with this weight: "rounding", "refit", "contribution" or "lambda"."""
-        can_round = self.format.rounds(self.equation)
-        if rule == "rounding" and not can_round:
-            raise ConfigError(
-                f"rule='rounding' needs a format that can round, and layer {self.name!r} has format "
-                f"{self.format.name!r}. Leave rule out: it is then cut by contribution and fitted again."
-            )
-        if rule == "lambda" and not self.log_lambdas:
-            raise ConfigError(f"rule='lambda' needs lambda, and layer {self.name!r} has none. Train with a RankPrior.")
-        return rule or ("rounding" if can_round else "refit")
 
 
 @dataclass(frozen=True)
@@ -75,130 +40,138 @@ class Cut:
     emptied: Sequence[str] = ()
     """Bonds that kept rank 1 although no mean of lambda is above the threshold."""
 
-    def ranks(self, equation: Equation) -> Ranks:
-        """The rank of every bond."""
-        return equation.ranks([core.shape[1:] for core in self.cores])
 
-
-def cut(seen: Seen, rule: str | None, tol: float, ranks: Ranks | None = None) -> Cut:
+def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None) -> Cut:
     """Cut one weight to these ranks, or as far as the tolerance allows."""
-    method = seen.method(rule)
+    method = _method(weight, rule)
     if method == "lambda":
-        return _by_lambda(seen, tol)
+        return _by_lambda(weight, tol)
     if method != "rounding":
-        return _by_contribution(seen, method, tol, ranks)
-    shares = _singular_shares(seen)
+        return _by_contribution(weight, method, tol, ranks)
+    shares = _singular_shares(weight)
     if ranks is None:  # the errors of the bonds add up in squares
-        tails = [bond.mean(0).flip(0).cumsum(0).flip(0).sqrt() for bond in shares]  # [r]: of all from index r on
-        ranks = tuple(max(int((tail > tol / len(shares) ** 0.5).sum()), 1) for tail in tails)
-    return _rounded(seen, ranks, shares)
+        ranks = tuple(_rank(bond, tol / len(shares) ** 0.5) for bond in shares)
+    return _rounded(weight, ranks, shares)
 
 
-def priced(seen: Seen, rule: str | None) -> Priced:
+def priced(weight: Weight, rule: str | None) -> Priced:
     """What the indices of one weight are worth to a budget, in the mean over particles."""
-    if rounds := (method := seen.method(rule)) == "rounding":
-        shares = _singular_shares(seen)
-    else:
-        start = _start(seen, method)
-        shares = [_dropped(seen, start, bond)[1] for bond in seen.equation.bonds]
-    rows = [bond.mean(0) for bond in shares]
-    if rounds:  # rounding keeps no index for noise
-        rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]
-
-    def usable(ranks: Ranks) -> Ranks:
-        return seen.format.max_ranks(seen.layout.sizes, ranks) if rounds else ranks
-
-    return Priced(seen.equation, seen.layout.sizes, [row.tolist() for row in rows], usable)
+    modes = weight.layout.sizes
+    if (method := _method(weight, rule)) != "rounding":
+        start = _start(weight, method)
+        rows = [_dropped(weight, start, bond)[1].mean(0).tolist() for bond in weight.equation.bonds]
+        return Priced(weight.equation, modes, rows)
+    means = [bond.mean(0) for bond in _singular_shares(weight)]
+    rows = [row[: max(int((row > 0).sum()), 1)].tolist() for row in means]  # rounding keeps no index for noise
+    return Priced(weight.equation, modes, rows, partial(weight.format.max_ranks, modes))
 
 
-def _singular_shares(seen: Seen) -> list[Tensor]:
+def _method(weight: Weight, rule: str | None) -> str:
+    """What a rule does with this weight: "rounding", "refit", "contribution" or "lambda"."""
+    can_round = weight.format.rounds(weight.equation)
+    if rule == "rounding" and not can_round:
+        raise ConfigError(
+            f"rule='rounding' needs a format that can round, and layer {weight.name!r} has format "
+            f"{weight.format.name!r}. Leave rule out: it is then cut by contribution and fitted again."
+        )
+    if rule == "lambda" and not weight.log_lambdas:
+        raise ConfigError(f"rule='lambda' needs lambda, and layer {weight.name!r} has none. Train with a RankPrior.")
+    return rule or ("rounding" if can_round else "refit")
+
+
+def _rank(shares: Tensor, tol: float) -> int:
+    """The smallest rank with which the indices from it on lose at most `tol` of the norm together."""
+    tails = shares.mean(0).flip(0).cumsum(0).flip(0).clamp_min(0.0).sqrt()
+    return max(int((tails > tol).sum()), 1)
+
+
+def _singular_shares(weight: Weight) -> list[Tensor]:
     """Shares by singular values; what is rounding noise has none."""
     found = []
-    for bond in zip(*(seen.format.spectra(seen.equation, cores) for cores in seen.particles), strict=True):
+    for bond in zip(*(weight.format.spectra(weight.equation, cores) for cores in weight.exact), strict=True):
         values = torch.stack(bond)
         noise = 10 * torch.finfo(values.dtype).eps * values.shape[1] * values[:, :1]
-        found.append(torch.where(values > noise, values / seen.norms, 0.0).square())
+        found.append(torch.where(values > noise, values / weight.norms, 0.0).square())
     return found
 
 
-def _dropped(seen: Seen, particles: Particles, bond: str) -> tuple[Tensor, Tensor]:
+def _dropped(weight: Weight, cores: Cores, bond: str) -> tuple[Tensor, Tensor]:
     """The indices of a bond, least important first, and their shares, the last to go first; both ``(n, R)``."""
-    orders, errors = zip(*(algebra.drop_order(seen.equation, cores, bond) for cores in particles), strict=True)
-    lost = (torch.stack(errors) / seen.norms).square()
+    orders, errors = zip(*(algebra.drop_order(weight.equation, own, bond) for own in cores), strict=True)
+    lost = (torch.stack(errors) / weight.norms).square()
     return torch.stack(orders), lost.diff(dim=1, prepend=torch.zeros_like(lost[:, :1])).flip(1)
 
 
-def _kept(seen: Seen, particles: Particles, bond: str, keep: Tensor) -> Particles:
+def _kept(weight: Weight, cores: Cores, bond: str, keep: Tensor) -> list[list[Tensor]]:
     """The cores of every particle with its own indices ``(n, rank)`` of a bond only."""
-    return [algebra.keep(seen.equation, own, bond, index) for own, index in zip(particles, keep, strict=True)]
+    return [algebra.keep(weight.equation, own, bond, index) for own, index in zip(cores, keep, strict=True)]
 
 
-def _rounded(seen: Seen, ranks: Ranks, shares: Sequence[Tensor]) -> Cut:
+def _rounded(weight: Weight, ranks: Ranks, shares: Sequence[Tensor]) -> Cut:
     """Every particle rounded to the same ranks, padded with zeros where it needs less."""
-    rounded = [seen.format.round(seen.equation, cores, 0.0, ranks) for cores in seen.particles]
-    found = [seen.equation.ranks([core.shape for core in cores]) for cores in rounded]
-    shapes = seen.equation.shapes(seen.layout.sizes, [max(bond) for bond in zip(*found, strict=True)])
-    padded = [[core.new_zeros(shape) for core, shape in zip(cores, shapes, strict=True)] for cores in rounded]
-    for whole, cores in zip(padded, rounded, strict=True):
-        for new, core in zip(whole, cores, strict=True):
-            new[tuple(map(slice, core.shape))] = core
-    return _cut(seen, padded, shares)
+    rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
+    found = [weight.equation.ranks([core.shape for core in cores]) for cores in rounded]
+    shapes = weight.equation.shapes(weight.layout.sizes, [max(bond) for bond in zip(*found, strict=True)])
+    return _cut(weight, [list(map(_padded, cores, shapes)) for cores in rounded], shares)
 
 
-def _start(seen: Seen, method: str) -> Particles:
+def _padded(core: Tensor, shape: Sequence[int]) -> Tensor:
+    missing = [want - have for have, want in zip(core.shape, shape, strict=True)]
+    return F.pad(core, [n for own in reversed(missing) for n in (0, own)])
+
+
+def _start(weight: Weight, method: str) -> Cores:
     """The cores whose indices are dropped: aligned ones where they are fitted again."""
-    return seen.particles if method != "refit" else [seen.format.align(seen.equation, own) for own in seen.particles]
+    return weight.exact if method != "refit" else [weight.format.align(weight.equation, own) for own in weight.exact]
 
 
-def _by_contribution(seen: Seen, method: str, tol: float, ranks: Ranks | None) -> Cut:
+def _by_contribution(weight: Weight, method: str, tol: float, ranks: Ranks | None) -> Cut:
     """Drop, in every particle, equally many of the indices that contribute least to its weight."""
-    particles, keep, shares = _start(seen, method), {}, []
-    bonds = seen.equation.bonds
-    for number, bond in enumerate(bonds):
-        order, share = _dropped(seen, particles, bond)
-        tails = share.mean(0).flip(0).cumsum(0).flip(0).clamp_min(0.0).sqrt()
+    cores, keep, shares = _start(weight, method), {}, []
+    for number, bond in enumerate(weight.equation.bonds):
+        order, share = _dropped(weight, cores, bond)
         # The errors of the bonds add up at worst.
-        rank = max(int((tails > tol / len(bonds)).sum()), 1) if ranks is None else ranks[number]
+        rank = _rank(share, tol / len(weight.ranks)) if ranks is None else ranks[number]
         keep[bond] = order[:, order.shape[1] - rank :].sort(dim=1).values
-        particles = _kept(seen, particles, bond, keep[bond])
+        cores = _kept(weight, cores, bond, keep[bond])
         shares.append(share)
     if method != "refit":
-        return _cut(seen, particles, shares, keep)
-    unchanged = all(index.shape[1] == rank for index, rank in zip(keep.values(), seen.ranks, strict=True))
-    return _cut(seen, seen.particles if unchanged else _refitted(seen, particles), shares)
+        return _cut(weight, cores, shares, keep)
+    unchanged = all(index.shape[1] == rank for index, rank in zip(keep.values(), weight.ranks, strict=True))
+    return _cut(weight, weight.exact if unchanged else _refitted(weight, cores), shares)
 
 
-def _refitted(seen: Seen, particles: Particles) -> Particles:
+def _refitted(weight: Weight, cores: Cores) -> Cores:
     """The cores of every particle, fitted to what its weight was, where that brings them nearer."""
     result = []
-    for whole, cores in zip(seen.particles, particles, strict=True):
-        fitted = algebra.refit(seen.equation, cores, algebra.operands(seen.equation, whole), SWEEPS)
-        before, after = (relative_change(seen.layout, seen.equation, whole, each) for each in (cores, fitted))
-        result.append(fitted if after < before else cores)
+    for whole, own in zip(weight.exact, cores, strict=True):
+        fitted = algebra.refit(weight.equation, own, algebra.operands(weight.equation, whole), SWEEPS)
+        before, after = (relative_change(weight.layout, weight.equation, whole, each) for each in (own, fitted))
+        result.append(fitted if after < before else own)
     return result
 
 
-def _by_lambda(seen: Seen, threshold: float) -> Cut:
+def _by_lambda(weight: Weight, threshold: float) -> Cut:
     """The paper's rule: as many indices as the mean of lambda, sorted in every particle, has above the threshold.
 
     Sorting is ours: particles that did not start at one point have no indices in common to average over.
     """
-    particles, keep, emptied = seen.particles, {}, []
-    for bond, u in zip(seen.equation.bonds, seen.log_lambdas, strict=True):
+    cores, keep, emptied = weight.exact, {}, []
+    for bond, u in zip(weight.equation.bonds, weight.log_lambdas, strict=True):
         values, order = u.cpu().exp().sort(dim=1, descending=True)  # (n, R)
         rank = int((values.mean(0) > threshold).sum())
         if rank == 0:
             emptied.append(bond)
         keep[bond] = order[:, : max(rank, 1)].sort(dim=1).values
-        particles = _kept(seen, particles, bond, keep[bond])
-    return _cut(seen, particles, (), keep, emptied)
+        cores = _kept(weight, cores, bond, keep[bond])
+    return _cut(weight, cores, (), keep, emptied)
 
 
 def _cut(
-    seen: Seen, particles: Particles, shares: Sequence[Tensor], keep: dict[str, Tensor] | None = None,
+    weight: Weight, cores: Cores, shares: Sequence[Tensor], keep: dict[str, Tensor] | None = None,
     emptied: Sequence[str] = (),
 ) -> Cut:  # fmt: skip
-    pairs = zip(seen.particles, particles, strict=True)
-    squares = [relative_change(seen.layout, seen.equation, *pair) ** 2 for pair in pairs]
-    stacked = [torch.stack(core) for core in zip(*particles, strict=True)]
+    pairs = zip(weight.exact, cores, strict=True)
+    squares = [relative_change(weight.layout, weight.equation, *pair) ** 2 for pair in pairs]
+    stacked = [torch.stack(core) for core in zip(*cores, strict=True)]
     return Cut(stacked, (sum(squares) / len(squares)) ** 0.5, shares, keep, emptied)

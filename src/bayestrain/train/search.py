@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from bayestrain.compact import rank_spread, ranks_for
+from bayestrain.compact import compact_
 from bayestrain.errors import ConfigError
 from bayestrain.nn import count_parameters, dense_parameters, factorized_weights
+from bayestrain.posterior import Posterior
 from bayestrain.train.config import FitConfig, plain
 from bayestrain.train.subject import Network
 
@@ -157,6 +158,13 @@ def target_size(config: FitConfig, model: nn.Module) -> int | None:
     )
 
 
+def rank_spread(posterior: Posterior, **arguments: Any) -> dict[str, list[list[int]]]:
+    """``{layer: [[rank of every particle] for each bond]}``: what `compact_` would cut each particle to on its own."""
+    reports = [compact_(posterior.particle(i), **arguments) for i in range(len(posterior))]
+    layers = zip(*(report.layers for report in reports), strict=True)
+    return {rows[0].name: [list(bond) for bond in zip(*(row.ranks for row in rows), strict=True)] for rows in layers}
+
+
 def fewest_parameters(model: nn.Module) -> int:
     """Those of the network with every rank at 1."""
     weights, size = factorized_weights(model).values(), count_parameters(model)
@@ -175,7 +183,5 @@ def check_target(config: FitConfig, model: nn.Module) -> None:
             f"{asked} is reached already: the network has {size:,} parameters to start with, {dense / size:.3g}x fewer "
             "than dense. Ask for a smaller network, or start with a larger max_rank."
         )
-    try:
-        ranks_for(model, target)
-    except ConfigError as error:
-        raise ConfigError(f"{asked} is out of reach. {error}") from None
+    if target < (fewest := fewest_parameters(model)):
+        raise ConfigError(f"{asked} is out of reach: with every rank at 1 there are {fewest:,} parameters.")
