@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from bayestrain.nn.conv import TensorConv2d
 from bayestrain.nn.evaluation import evaluating
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.fast import fast
 from bayestrain.nn.layer import TensorLayer
-from bayestrain.nn.linear import TensorLinear
 from bayestrain.nn.sizes import count_parameters, dense_parameters, layer_name
 from bayestrain.tables import text_table, times
 
@@ -121,7 +118,11 @@ def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -
                 module.numel if layer is None else layer.parameters_left,
                 module.dense_numel if layer is None else layer.dense_parameters,
             )  # fmt: skip
-            rows.append(SummaryRow(*known, *(_plan(layer, inputs[layer], training) if layer in inputs else ())))
+            rows.append(
+                SummaryRow(
+                    *known, *(_plan(layer, inputs[layer], training) if layer is not None and layer in inputs else ())
+                )
+            )
     return Summary(tuple(rows), count_parameters(model), dense_parameters(model), training)
 
 
@@ -144,20 +145,11 @@ def _inputs(model: nn.Module, x: Tensor) -> dict[nn.Module | None, Tensor]:
 
 
 def _plan(
-    layer: TensorLayer | None, x: Tensor, training: bool
+    layer: TensorLayer, x: Tensor, training: bool
 ) -> tuple[tuple[int, ...], str, float, float | None, float | None]:
     """The input's shape, how the layer runs on it, multiplications relative to dense, and predicted seconds."""
     perf = fast()
     expected = None if perf is None else perf.expect(layer, x, training)
     if expected is not None:
         return (tuple(x.shape), *expected)
-    plan, work = "whole weight", 1.0
-    if isinstance(layer, TensorLinear):
-        rows = math.prod(x.shape[:-1])
-        dense = rows * layer.in_features * layer.out_features
-        operations = min(layer.operations(rows), layer.dense_operations(rows))
-        plan = "core by core" if layer.operations(rows) < layer.dense_operations(rows) else plan
-        work = operations / max(dense, 1)
-    elif isinstance(layer, TensorConv2d) and len(layer.kernels()) == 2 and (cut := layer.cut()) is not None:
-        plan, work = "two convolutions", layer.operations(cut) / layer.factorized.dense_numel
-    return tuple(x.shape), plan, work, None, None
+    return tuple(x.shape), *layer.plan(x), None, None

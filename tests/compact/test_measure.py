@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayestrain.compact.measure import boxes, relative_change, weight_inner, weight_norm
+from bayestrain.formats import algebra
 from bayestrain.nn import Layout, TensorLinear
 
 SPLITS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=2)
@@ -64,5 +65,5 @@ def test_an_embedding_sized_table_takes_no_time() -> None:
     assert own.layout.is_padded
     exact = [core.detach().double() for core in own.cores]
     assert len(boxes(layout(True))) <= len(boxes(own.layout)) <= 9
-    share = float(weight_norm(own.layout, own.equation, exact) / own.norm(exact))
+    share = float(weight_norm(own.layout, own.equation, exact) / algebra.norm(own.equation, exact))
     assert 0.9 < share < 1.0

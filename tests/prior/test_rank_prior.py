@@ -196,7 +196,7 @@ def test_a_run_resumes_exactly() -> None:
 def test_loading_other_ranks_keeps_the_settings_of_the_prior() -> None:
     model, saved = small_model(), small_model()
     prior = RankPrior(model, num_data=10, a=3.0, b=7.0, floor=1e-2)
-    saved[0].set_cores([core[..., :2] if k == 0 else core[:2] for k, core in enumerate(saved[0].cores)])
+    saved[0].factorized.set_cores([core[..., :2] if k == 0 else core[:2] for k, core in enumerate(saved[0].cores)])
     RankPrior(saved, num_data=10)
     model.load_state_dict(saved.state_dict())
     state = model[0].factorized.rank_state

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,19 +12,19 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
 from bayestrain.formats import Format, get
+from bayestrain.formats.algebra import checked_rank
+from bayestrain.formats.trees import check_tol
 from bayestrain.nn.conv import TensorConv2d
-from bayestrain.nn.layer import DEFAULT_RANK, INITS, Folding, TensorLayer
-from bayestrain.nn.layout import check_name
+from bayestrain.nn.factorized import DEFAULT_RANK, FactorizedWeight, check_init
+from bayestrain.nn.layer import TensorLayer
+from bayestrain.nn.layout import check_layout
 from bayestrain.nn.linear import TensorLinear
 from bayestrain.tables import text_table, times
 
 FilterFn = Callable[[nn.Module, str], bool]
 LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
-TWINS: dict[type[nn.Module], type[TensorLinear] | type[TensorConv2d]] = {
-    nn.Linear: TensorLinear,
-    nn.Conv2d: TensorConv2d,
-}
+TWINS: dict[type[nn.Module], type[TensorLayer]] = {kind.dense_kind: kind for kind in (TensorLinear, TensorConv2d)}
 """The layers that are converted, and what they become."""
 
 HOOKS = (
@@ -58,17 +59,11 @@ class TensorizeConfig:
     modes: Mapping[str, LayerModes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = self.max_rank if isinstance(self.max_rank, Sequence) else (self.max_rank,)
-        if not given or any(isinstance(r, bool) or not hasattr(r, "__index__") or r < 1 for r in given):
-            raise ConfigError(f"max_rank must be an integer of at least 1, or a tuple of them, got {self.max_rank!r}.")
-        plain = tuple(map(int, given))  # they may be NumPy's
-        object.__setattr__(self, "max_rank", plain if given is self.max_rank else plain[0])
+        object.__setattr__(self, "max_rank", checked_rank(self.max_rank))
         get(self.format)
-        check_name(self.layout)
-        if self.init not in (*INITS, "svd"):
-            raise ConfigError(f"init must be one of {(*INITS, 'svd')}, got {self.init!r}.")
-        if not 0.0 <= self.tol < 1.0:
-            raise ConfigError(f"tol is a relative error and must lie in [0, 1), got {self.tol}.")
+        check_layout(self.layout)
+        check_init(self.init, more=("svd",))
+        check_tol(self.tol)
         if self.tol and self.init != "svd":
             raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
 
@@ -139,9 +134,11 @@ def tensorize_(
     if not isinstance(config, TensorizeConfig):
         raise ConfigError(f"config must be a TensorizeConfig, got {config!r}. A filter goes into filter_fn=.")
     names: dict[nn.Module, str] = {}
+    owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
-        names.setdefault(module, name)
-    owners = _parameter_owners(names)
+        names[module] = name
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(name)
 
     built: dict[nn.Module, TensorLayer] = {}
     rows: list[ConvertedLayer] = []
@@ -154,7 +151,8 @@ def tensorize_(
         elif isinstance(module, tuple(TWINS)) and type(module) not in TWINS and not is_lazy(module):
             kept.append((name, f"{type(module).__name__} is a subclass whose users may rely on .weight"))
         else:
-            _check_convertible(module, name, owners)
+            for why, advice in _obstacles(module, name, owners):
+                raise ConversionError(f"Cannot convert {name!r} ({type(module).__name__}): {why}. {advice}")
             built[module] = layer = _convert(module, name, config)
             rows.append(
                 ConvertedLayer(
@@ -198,54 +196,36 @@ def _is_candidate(module: nn.Module) -> bool:
     return isinstance(module, tuple(TWINS)) or quantised
 
 
-def _parameter_owners(names: Mapping[nn.Module, str]) -> dict[int, list[str]]:
-    """For every parameter (by identity) the modules that hold it."""
-    owners: dict[int, list[str]] = {}
-    for module, name in names.items():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
-    return owners
-
-
-def _check_convertible(module: nn.Module, name: str, owners: Mapping[int, list[str]]) -> None:
-    """Raise a `ConversionError` that says why a layer cannot be factorised, and what to do."""
-
-    def refuse(why: str, advice: str) -> ConversionError:
-        return ConversionError(f"Cannot convert {name!r} ({type(module).__name__}): {why}. {advice}")
-
+def _obstacles(module: nn.Module, name: str, owners: Mapping[nn.Parameter, list[str]]) -> Iterator[tuple[str, str]]:
+    """Why a layer cannot be replaced in this model, and what to do about it."""
     leave_out = f"Leave it dense with filter_fn=lambda module, name: name != {name!r}."
     if name == "":
-        raise refuse(
+        yield (
             "the model itself is the layer and cannot be replaced in place",
             "Wrap it in nn.Sequential, or use TensorLinear.from_dense / TensorConv2d.from_dense.",
         )
     if is_lazy(module):
-        raise refuse("it is lazy and has no weights yet", "Run one batch through the model first.")
+        yield "it is lazy and has no weights yet", "Run one batch through the model first."
     weight = getattr(module, "weight", None)
-    plain = type(weight) is nn.Parameter and weight.is_floating_point()
-    if not plain or not isinstance(module, tuple(TWINS)):
-        raise refuse("it is quantised or its weight is not a plain floating point parameter", leave_out)
-    if isinstance(module, nn.Conv2d) and module.groups != 1:
-        raise refuse(f"groups must be 1, got groups={module.groups}", leave_out)
+    if not isinstance(module, tuple(TWINS)) or type(weight) is not nn.Parameter or not weight.is_floating_point():
+        yield "it is quantised or its weight is not a plain floating point parameter", leave_out
     if any(getattr(module, kind) for kind in STATE_HOOKS):
-        raise refuse("it has hooks on its state_dict, which a factorised layer would not have", leave_out)
+        yield "it has hooks on its state_dict, which a factorised layer would not have", leave_out
     for key, parameter in module.named_parameters(recurse=False):
-        if others := [owner for owner in owners[id(parameter)] if owner != name]:
-            raise refuse(f"its {key} is shared with {others}", leave_out)
+        if others := [owner for owner in owners[parameter] if owner != name]:
+            yield f"its {key} is shared with {others}", leave_out
         if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
-            raise refuse(f"its {key} has NaN or infinite entries", "Repair or re-initialise the model first.")
+            yield f"its {key} has NaN or infinite entries", "Repair or re-initialise the model first."
 
 
-def _convert(module: nn.Module, name: str, config: TensorizeConfig) -> TensorLinear | TensorConv2d:
-    in_modes, out_modes = config.modes.get(name, (None, None))
-    folding: Folding = {
-        "format": config.format, "layout": config.layout, "in_modes": in_modes, "out_modes": out_modes
-    }  # fmt: skip
-    twin = TWINS[type(module)]
+def _convert(module: Any, name: str, config: TensorizeConfig) -> TensorLayer:
+    kind, rank = TWINS[type(module)], config.max_rank
     try:
+        how = kind.how(module, config.format, config.layout, *config.modes.get(name, (None, None)))
         if config.init == "svd":
-            return twin.from_dense(module, config.max_rank, config.tol, **folding)
-        return twin.like(module, config.max_rank, config.init, **folding)
+            return kind.of(module, FactorizedWeight.decomposed(module.weight, *how, rank, config.tol))
+        like = module.weight
+        return kind.of(module, FactorizedWeight.random(*how, rank, config.init, like.dtype, like.device))
     except BayesTrainError as error:
         error.add_note(f"This happened at layer {name!r} of the model; nothing was converted.")
         raise

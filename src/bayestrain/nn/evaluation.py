@@ -11,11 +11,10 @@ from torch import nn
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """``model.eval()``, and afterwards every module in the mode it had, whatever happened."""
-    modes = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     try:
         model.eval()
         yield
     finally:
-        for module, mode in modes:
-            if module.training != mode:
-                module.training = mode
+        for module in training:
+            module.training = True

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayestrain.errors import ShapeError
+from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.formats import Format, algebra
+from bayestrain.formats.equation import Labels
 from bayestrain.nn.layout import Layout
+
+INITS = ("he", "paper")
+
+DEFAULT_RANK = 20
 
 GAMMA_SHAPE, GAMMA_RATE, FLOOR = 1.0, 5.0, 1e-3
 """The paper's Gamma prior on every lambda, and the smallest lambda of a bond relative to its largest."""
@@ -50,6 +57,18 @@ class RankState(nn.Module):
         self.start = tuple(self.start_ranks.tolist())
 
 
+class Cut(NamedTuple):
+    """A network taken apart into the two factors of a matrix product."""
+
+    width: int
+    """The product of the ranks of the bonds between them."""
+    bonds: Labels
+    first: tuple[int, ...]
+    """The cores that read the inputs."""
+    second: tuple[int, ...]
+    """The cores that make the outputs."""
+
+
 class FactorizedWeight(nn.Module):
     """A weight as the cores of a low-rank format.
 
@@ -71,6 +90,40 @@ class FactorizedWeight(nn.Module):
         self.rank_state: RankState | None = None
         self.compacted: object = None
         """What the last compaction left here; unchanged cores are not compacted twice."""
+
+    @classmethod
+    def random(
+        cls,
+        format: Format,
+        layout: Layout,
+        max_rank: int | Sequence[int] = DEFAULT_RANK,
+        init: str = "he",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Gaussian cores; the weight's entries have He's variance ``2 / fan_in``, or the paper's ``sqrt(2 / Q)``."""
+        check_init(init)
+        fan_in, entries = math.prod(layout.shape[1:]), math.prod(layout.shape)
+        variance = 2.0 / max(fan_in, 1) if init == "he" else math.sqrt(2.0 / max(entries, 1))
+        equation, ranks = format.equation(layout.sizes), format.max_ranks(layout.sizes, max_rank)
+        cores = algebra.random_cores(equation, layout.sizes, ranks, variance, dtype=dtype, device=device)
+        return cls(format, layout, cores)
+
+    @classmethod
+    @torch.no_grad()
+    def decomposed(
+        cls, weight: Tensor, format: Format, layout: Layout, max_rank: int | Sequence[int] | None, tol: float
+    ) -> Self:
+        """The cores of a given weight, to relative error `tol` and at most `max_rank`.
+
+        One that is all zeros says nothing of ranks: it gets `max_rank`, or 20, and a last core of zeros to train with.
+        """
+        if bool(weight.any()):
+            return cls(format, layout, format.decompose(layout.fold(weight.detach()), tol, max_rank))
+        ranks = DEFAULT_RANK if max_rank is None else max_rank
+        found = cls.random(format, layout, ranks, dtype=weight.dtype, device=weight.device)
+        found.cores[-1].zero_()
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,9 +149,69 @@ class FactorizedWeight(nn.Module):
         """The whole weight, in the layer's shape, of these cores or the own ones."""
         return self.layout.unfold(algebra.dense(self.equation, list(self.cores) if cores is None else cores))
 
-    def norm(self, cores: Sequence[Tensor] | None = None) -> Tensor:
-        """The Frobenius norm of the tensor, padding included, without materialising it."""
-        return algebra.norm(self.equation, list(self.cores) if cores is None else cores)
+    # --- products -----------------------------------------------------------------------------------------------------
+
+    def operands(self, which: Iterable[int] | None = None, dtype: torch.dtype | None = None) -> list[algebra.Operand]:
+        """Cores with their modes taken apart into factors, as `algebra.contract` takes them; all of them, or some."""
+        layout, parts = self.layout, dict(zip(self.equation.modes, self.layout.modes, strict=True))
+        found: list[algebra.Operand] = []
+        for k in range(len(self.cores)) if which is None else which:
+            core, shape, labels = self.cores[k], [], []
+            for label, size in zip(self.equation.cores[k], core.shape, strict=True):
+                factors = parts.get(label)
+                shape += [size] if factors is None else [layout.factors[n] for n in factors]
+                labels += [label] if factors is None else [f"f{n}" for n in factors]
+            found.append((core.to(dtype or core.dtype).reshape(shape), tuple(labels)))
+        return found
+
+    def labels(self, axis: int) -> Labels:
+        """The labels in `operands` of the factors of one of the layout's axes."""
+        return tuple(f"f{n}" for n, own in enumerate(self.layout.axis_of) if own == axis)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``(rows, inputs) -> (rows, outputs)`` core by core, without materialising the weight, a matrix."""
+        (outputs, inputs), (outs, ins) = self.shape, self.layout.splits
+        x = F.pad(x, (0, self.layout.padded[1] - inputs)).reshape(-1, *ins)
+        batch = (x, ("batch", *self.labels(1)))
+        y = algebra.contract([batch, *self.operands(dtype=x.dtype)], ("batch", *self.labels(0)))
+        return y.reshape(-1, math.prod(outs))[:, :outputs]
+
+    def operations(self, rows: int) -> tuple[int, int]:
+        """Multiplications of `multiply`, and of a product with the weight, which is materialised first."""
+        known = [(labels, tuple(core.shape)) for core, labels in self.operands()]
+        batch = (("batch", *self.labels(1)), (rows, *self.layout.splits[1]))
+        by_cores = algebra.operations([batch, *known], ("batch", *self.labels(0)))
+        every = tuple(f"f{n}" for n in range(len(self.layout.factors)))
+        return by_cores, algebra.operations(known, every) + rows * self.dense_numel
+
+    def cut(self) -> Cut | None:
+        """The narrowest cut between inputs and outputs; None where a core has factors of both."""
+        owner = {label: k for k, (_, labels) in enumerate(self.operands()) for label in labels}
+        outs = {owner[label] for label in self.labels(0)}
+        ins = {owner[f"f{n}"] for n, axis in enumerate(self.layout.axis_of) if axis > 0}
+        if outs & ins:
+            return None
+        every = range(len(self.cores))
+        neutral = [k for k in every if k not in outs | ins]
+        ranks = dict(zip(self.equation.bonds, self.ranks, strict=True))
+        found = []
+        for chosen in (some for count in range(len(neutral) + 1) for some in combinations(neutral, count)):
+            second = tuple(k for k in every if k in outs or k in chosen)
+            first = tuple(k for k in every if k not in second)
+            bonds = tuple(b for b in ranks if len({k in second for k in self.equation.owners(b)}) == 2)
+            found.append(Cut(math.prod([ranks[bond] for bond in bonds]), bonds, first, second))
+        return min(found)
+
+    def halves(self, cut: Cut) -> tuple[Tensor, Tensor]:
+        """The two factors, ``(width, inputs, ..)`` with the weight's other axes behind, and ``(outputs, width)``."""
+        (outputs, inputs, *rest), layout = self.shape, self.layout
+        others = tuple(label for axis in range(1, len(layout.axes)) for label in self.labels(axis))
+        first = algebra.contract(self.operands(cut.first), (*cut.bonds, *others))
+        second = algebra.contract(self.operands(cut.second), (*self.labels(0), *cut.bonds))
+        first = first.reshape(cut.width, layout.padded[1], *rest)[:, :inputs]
+        return first, second.reshape(layout.padded[0], cut.width)[:outputs]
+
+    # --- changes ------------------------------------------------------------------------------------------------------
 
     def attach_rank_state(self) -> RankState:
         """Give the weight its ``lambda``, unless it has one."""
@@ -143,6 +256,12 @@ class FactorizedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.format.name}, {self.equation}, ranks={self.ranks}"
+
+
+def check_init(init: str, more: Sequence[str] = ()) -> None:
+    """Raise unless `init` names a way to start."""
+    if init not in (*INITS, *more):
+        raise ConfigError(f"init must be one of {(*INITS, *more)}, got {init!r}.")
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:

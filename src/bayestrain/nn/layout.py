@@ -9,20 +9,14 @@ of the outputs come first, then those of the inputs, so that the middle bond is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.formats import Format, get
-from bayestrain.formats.modes import check_modes, choose_count, factor
 
 LAYOUTS = ("paired", "split")
-
-TWO_MODES_FROM = 16
-"""Channel counts from this one on are split into two modes, smaller ones stay whole."""
 
 
 @dataclass(frozen=True)
@@ -87,67 +81,7 @@ class Layout:
         return x.reshape(self.shape)
 
 
-def linear_layout(
-    outputs: int,
-    inputs: int,
-    format: str | Format = "tt",
-    layout: str = "paired",
-    in_modes: Sequence[int] | None = None,
-    out_modes: Sequence[int] | None = None,
-) -> tuple[Format, Layout]:
-    """The format, and the layout of an ``(out, in)`` weight; modes not given are chosen by the format's default."""
-    kind = get(format)
-    outs, ins = out_modes, in_modes
-    if outs is None and ins is None and not kind.splits:
-        layout, outs, ins = check_name(layout) and "split", (outputs,), (inputs,)
-    count = choose_count(inputs, outputs) if outs is None and ins is None else len(ins or outs or ())
-    ins = check_modes(inputs, factor(inputs, count) if ins is None else tuple(ins), "in_modes")
-    outs = check_modes(outputs, factor(outputs, count) if outs is None else tuple(outs), "out_modes")
-    d = len(outs)
-    modes: list[tuple[int, ...]]
-    if check_name(layout) == "split":
-        modes = [(k,) for k in range(d + len(ins))]
-    elif len(ins) == d > 1:
-        modes = [(k, d + k) for k in range(d)]
-    else:
-        raise ShapeError(
-            "In the paired layout in_modes and out_modes must be equally many and at least 2, "
-            f"got {ins} and {outs}. Leave one out and it is chosen to match the other, or use layout='split'."
-        )
-    return kind, Layout((outputs, inputs), (outputs, inputs), (outs, ins), tuple(modes), layout)
-
-
-def conv_layout(
-    outputs: int,
-    inputs: int,
-    kernel_size: tuple[int, ...],
-    format: str | Format = "tt",
-    layout: str = "paired",
-    in_modes: Sequence[int] | None = None,
-    out_modes: Sequence[int] | None = None,
-) -> tuple[Format, Layout]:
-    """The format, and the layout of a convolution's weight: taps, then input channels, then output channels.
-
-    This is the paper's order, in which "paired" and "split" are the same: the bond between input and output channels is
-    a matrix rank, and a batch goes through two thin convolutions.
-    """
-    kind, taps = get(format), math.prod(kernel_size)
-    outs = _channels(outputs, out_modes, "out_modes", kind)
-    ins = _channels(inputs, in_modes, "in_modes", kind)
-    d, e = len(outs), len(ins)
-    modes = ((d + e,), *((d + k,) for k in range(e)), *((k,) for k in range(d)))
-    splits = (outs, ins, (taps,))
-    return kind, Layout((outputs, inputs, *kernel_size), (outputs, inputs, taps), splits, modes, check_name(layout))
-
-
-def _channels(size: int, modes: Sequence[int] | None, what: str, format: Format) -> tuple[int, ...]:
-    if modes is not None:
-        return check_modes(size, tuple(modes), what)
-    return factor(size, 2) if format.splits and size >= TWO_MODES_FROM else (size,)
-
-
-def check_name(name: str) -> str:
-    """A layout's name, or an error that lists them."""
+def check_layout(name: str) -> None:
+    """Raise unless `name` is that of a layout."""
     if name not in LAYOUTS:
         raise ConfigError(f"layout must be one of {LAYOUTS}, got {name!r}.")
-    return name

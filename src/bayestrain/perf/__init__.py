@@ -14,8 +14,7 @@ from bayestrain.perf.capture import Capture
 class Fast:
     """What other rooms may ask for; see `nn.fast`."""
 
-    linear = staticmethod(layers.linear)
-    conv2d = staticmethod(layers.conv2d)
+    multiply = staticmethod(layers.multiply)
     expect = staticmethod(layers.expect)
     forget = staticmethod(weights.forget)
     group = staticmethod(tables.group)

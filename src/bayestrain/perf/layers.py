@@ -11,13 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
-from bayestrain.nn.layer import autocasts, own_precision, product_dtype
+from bayestrain.nn.precision import autocasts, own_precision, product_dtype
 from bayestrain.perf import chain, planner, together
 from bayestrain.perf.planner import Plan
 from bayestrain.perf.weights import Halves, Kept, Paired, asked, kept_for, materialised, transformed, use_of
 
 FILTERS_ON_CUDA = 8
 """A GPU's convolutions want a multiple of so many channels; two thin ones get filters of zeros up to the next."""
+
+
+def multiply(layer: TensorLayer, x: Tensor) -> Tensor | None:
+    """The layer's output, or None where only the readable way will do."""
+    if isinstance(layer, TensorLinear):
+        return linear(layer, x)
+    return conv2d(layer, x) if isinstance(layer, TensorConv2d) else None
 
 
 def linear(layer: TensorLinear, x: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.nn import TensorLayer
-from bayestrain.nn.layer import own_precision
+from bayestrain.nn.precision import own_precision
 from bayestrain.perf.weights import Halves, Paired, transformed, use_of
 
 

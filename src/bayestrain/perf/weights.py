@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer
-from bayestrain.nn.layer import own_precision, product_dtype
+from bayestrain.nn.precision import own_precision, product_dtype
 from bayestrain.perf import chain, planner
 from bayestrain.perf.planner import HalvesShape, Machine, PairedShape, Plan, Task
 

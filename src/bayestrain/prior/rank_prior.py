@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayestrain.errors import ConfigError, DecayWarning
 from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE, FactorizedWeight
 from bayestrain.nn.fast import fast
-from bayestrain.nn.layer import own_precision
+from bayestrain.nn.precision import own_precision
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior import density
 from bayestrain.prior.groups import Group, total
