@@ -275,7 +275,7 @@ def test_parameters_that_are_used_elsewhere_count() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(self.bn(self.fc(x)), self.fc.weight.t())
 
-    assert normalised_layers(Tied()) == ({}, {})
+    assert normalised_layers(Tied()) == ({}, {"fc": ["bn"]}), "no symbol stands for a weight as a whole"
     model = nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU(), conv())
     assert normalised_layers(model).sure == {"0": ["1"]}
     model[3].factorized = model[0].factorized

@@ -7,6 +7,8 @@ with ``u + log c`` leave every entry where it was relative to its standard devia
 
 from __future__ import annotations
 
+import copy
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,18 +16,35 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from bayestrain.errors import ConfigError, HoldWarning
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import TensorLayer
-from bayestrain.prior.tracing import Traced, forgets_scale, trace
+
+NORMALISATIONS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")
 """Modules that cannot be traced, but only call the one inside of them."""
 
 Followers = dict[str, list[str]]
 """Names of layers, each with those of the normalisations that use its output."""
+
+
+class Normalised(NamedTuple):
+    """Layers whose output a normalisation uses, and nothing else does."""
+
+    sure: Followers
+    """Those where the forward pass shows it."""
+    possible: Followers
+    """Those right before a normalisation in a network that cannot be traced, or with hooks there."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +62,9 @@ class Held:
         return [(tensor, power) for tensor, power in found if tensor is not None]
 
 
-class Normalised(NamedTuple):
-    """Layers whose output a normalisation uses, and nothing else does."""
-
-    sure: Followers
-    """Those where the forward pass shows it."""
-    possible: Followers
-    """Those right before a normalisation in a network that cannot be traced, or with hooks there."""
+def forgets_scale(module: nn.Module) -> bool:
+    """Whether ``module(c * x)`` is ``module(x)`` for every c > 0: PyTorch's normalisations, and modules that say so."""
+    return isinstance(module, NORMALISATIONS) or getattr(module, "forgets_scale", False) is True
 
 
 def layers_to_hold(
@@ -85,45 +100,60 @@ def normalised_layers(model: nn.Module) -> Normalised:
 
     The forward pass is traced with torch.fx. If that fails, neighbours in an `nn.Sequential` count as sure, and other
     modules that were registered one right after the other as possible. A normalisation used in several places does not
-    count: its statistics belong to several layers. Nor does a layer whose parameters other code or another layer uses.
+    count: its statistics belong to several layers. Nor does a layer that shares its weight with another.
     """
     if type(model).__name__ in WRAPPERS:
         ((prefix, inner),) = model.named_children()
         found = normalised_layers(inner)
         return Normalised(*({f"{prefix}.{n}": [f"{prefix}.{m}" for m in ms] for n, ms in f.items()} for f in found))
-    looked_at: set[int] = set()
     try:
-        training, predicting = (_in_graph(model, trace(model, mode, looked_at)) for mode in (True, False))
+        training, predicting = (_in_graph(model, mode) for mode in (True, False))
         sure, possible = {n: norms for n, norms in training.items() if predicting.get(n) == norms}, Followers()
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
         sure, possible = _in_order(model)
-    owners = Counter(
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, nn.ParameterList)
-        for parameter in module.parameters(recurse=isinstance(module, TensorLayer))
-    )
-    for name, norms in [*sure.items(), *possible.items()]:
+    layers = [module for module in model.modules() if isinstance(module, TensorLayer)]
+    shared = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    for name, norms in {**sure, **possible}.items():
         layer = model.get_submodule(name)
-        if any(owners[id(parameter)] > 1 or id(parameter) in looked_at for parameter in layer.parameters()):
-            for place in (sure, possible):
-                place.pop(name, None)
-        elif layer._forward_hooks or any(model.get_submodule(norm)._forward_pre_hooks for norm in norms):
-            possible[name] = norms
+        if any(shared[id(parameter)] > 1 for parameter in layer.parameters()):
             sure.pop(name, None)
+            possible.pop(name, None)
+        elif layer._forward_hooks or any(model.get_submodule(norm)._forward_pre_hooks for norm in norms):
+            possible[name] = sure.pop(name, norms)
     return Normalised(sure, possible)
 
 
-def _in_graph(model: nn.Module, traced: Traced) -> Followers:
-    """Layers of which every use, in every call, is a normalisation that is called once."""
-    nodes = [node for node in traced.graph.nodes if node.op == "call_module"]
-    calls = Counter(str(node.target) for node in nodes)
+class _Tracer(fx.Tracer):
+    """Takes factorised layers and normalisations as a whole."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, TensorLayer) or forgets_scale(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _in_graph(model: nn.Module, training: bool) -> Followers:
+    """Layers of which every use, in every call of one forward pass, is a normalisation that is called once.
+
+    A copy that shares the parameters is traced, so that the model itself keeps its attributes and buffers. Flags that
+    the forward pass branches on take their defaults.
+    """
+    replica = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in replica.modules():
+        module.training = training
+    arguments = inspect.signature(replica.forward).parameters.items()
+    flags = {n: p.default for n, p in arguments if isinstance(p.default, bool | int | float | str | None)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = _Tracer().trace(replica, flags or None)
+    calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
     norms = {name for name, count in calls.items() if count == 1 and forgets_scale(model.get_submodule(name))}
+    stored = {v.node for m in replica.modules() for v in tree_leaves(vars(m)) if isinstance(v, fx.Proxy)}
+    elsewhere = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
     users: Followers = {}
-    for node in nodes:
-        if isinstance(model.get_submodule(name := str(node.target)), TensorLayer):
+    for node in graph.nodes:
+        if node.op == "call_module" and isinstance(model.get_submodule(name := str(node.target)), TensorLayer):
             own = [str(user.target) if user.op == "call_module" else "" for user in node.users]
-            users.setdefault(name, []).extend([*own, ""] if node in traced.kept or not own else own)
+            alone = own and node not in stored and not any(used.startswith(f"{name}.") for used in elsewhere)
+            users.setdefault(name, []).extend(own if alone else [""])
     return {name: list(dict.fromkeys(own)) for name, own in users.items() if norms.issuperset(own)}
 
 
@@ -133,11 +163,10 @@ def _in_order(model: nn.Module) -> Normalised:
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for prefix, parent in model.named_modules():
         for (name, layer), (norm_name, norm) in pairwise(parent.named_children()):
-            if not (
-                isinstance(layer, TensorLayer) and forgets_scale(norm) and places[id(layer)] == places[id(norm)] == 1
-            ):
-                continue
-            if getattr(norm, "num_features", getattr(norm, "num_channels", layer.outputs)) == layer.outputs:
+            once = places[id(layer)] == places[id(norm)] == 1
+            if once and isinstance(layer, TensorLayer) and forgets_scale(norm):
+                size = getattr(norm, "num_features", getattr(norm, "num_channels", layer.outputs))
                 kind = found.sure if type(parent) is nn.Sequential else found.possible
-                kind[f"{prefix}.{name}".lstrip(".")] = [f"{prefix}.{norm_name}".lstrip(".")]
+                if size == layer.outputs:
+                    kind[f"{prefix}.{name}".lstrip(".")] = [f"{prefix}.{norm_name}".lstrip(".")]
     return found
