@@ -94,8 +94,8 @@ print(bt.summary(model))
 #   as can be. The prior sees single indices, so this decides which ranks it finds. `RankPrior.step` calls it every
 #   `align_every` steps, then solves lambda again. The generic way turns bonds between two cores to singular directions
 #   and balances bonds that more cores share. If two indices of a bond say the same, merge them: leave their sum in one
-#   and set the other to zero in every core; the next cut removes it. `formats.align` has the parts (`balance`,
-#   `change_gauge`, `half_gram`).
+#   and set the other to zero in every core; the next cut removes it. `formats.align` has `balance` and
+#   `change_gauge`.
 # - `decompose(tensor, tol, max_rank)`: any float dtype, any scale, all zeros; NaN is an error. The generic way suits
 #   trees; for other networks it is a local search, and a direct one is faster. It may start from
 #   ``super().decompose(..)``.

@@ -85,8 +85,12 @@ def test_aligning_changes_no_tensor_and_survives_a_hostile_gauge(equation: Equat
 
 
 def singular_values(equation: Equation, whole: Tensor, bond: str) -> Tensor:
-    """Those of a tree's full tensor, unfolded at a bond."""
-    inside = {m for k in equation.side(equation.owners(bond)[0], without=bond) for m in equation.cores[k]}
+    """Those of a tree's full tensor, unfolded at a bond: one side has the modes of a core and of all behind it."""
+    child = next(child for child, _, own in equation.branches if own == bond)
+    side = {child}
+    for k, parent, _ in reversed(equation.branches):  # parents come before their children
+        side |= {k} if parent in side else set()
+    inside = {label for k in side for label in equation.cores[k]}
     order = sorted(range(whole.ndim), key=lambda n: equation.modes[n] not in inside)
     rows = [whole.shape[n] for n in order if equation.modes[n] in inside]
     return torch.linalg.svdvals(whole.permute(order).reshape(math.prod(rows), -1))

@@ -6,7 +6,7 @@ indices, so ranks are found sooner and more surely when each index is one singul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -38,7 +38,7 @@ def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> li
         if len(owners := equation.owners(bond)) > 2:
             exact = balance(equation, exact, bond)
             continue
-        left, right = (half_gram(equation, exact, {k}, bond) for k in owners)
+        left, right = (_gram(exact[k], equation.cores[k], bond) for k in owners)
         exact = change_gauge(equation, exact, bond, *aligning_gauges(left, right, live))
     return [new.to(old.dtype) for new, old in zip(exact, cores, strict=True)]
 
@@ -120,22 +120,18 @@ def change_gauge(
 def balance(equation: Equation, cores: Sequence[Tensor], bond: str) -> list[Tensor]:
     """Give all cores of a bond the same norm at each index of it: other cores, the same tensor."""
     owners, result = equation.owners(bond), list(cores)
-    norms = torch.stack([half_gram(equation, cores, {k}, bond).diagonal().clamp_min(0.0).sqrt() for k in owners])
-    alive = (norms > 0).all(0)
-    norms = torch.where(alive, norms, 1.0)
+    slices = [cores[k].movedim(equation.axis(k, bond), 0).flatten(1) for k in owners]
+    norms = torch.stack([torch.linalg.vector_norm(own, dim=1) for own in slices])
+    norms = torch.where((norms > 0).all(0), norms, 1.0)
     for k, factor in zip(owners, norms.log().mean(0).exp() / norms, strict=True):
         result[k] = contract([(cores[k], equation.cores[k]), (factor, (bond,))], equation.cores[k])
     return result
 
 
-def half_gram(equation: Equation, cores: Sequence[Tensor], half: Collection[int], bond: str) -> Tensor:
-    """``(R, R)``: the inner products of what the cores `half` hold at each index of a bond.
-
-    Bonds that leave these cores elsewhere count as modes.
-    """
-    inside = [x for x in equation.bonds if x == bond or set(equation.owners(x)) <= set(half)]
-    own, twin = operands(equation, cores), operands(equation, cores, inside)
-    return contract([*(own[k] for k in half), *(twin[k] for k in half)], (bond, f"{bond}'"))
+def _gram(core: Tensor, labels: Labels, bond: str) -> Tensor:
+    """``(R, R)``: the inner products of what a core holds at each index of a bond."""
+    twin = tuple(f"{bond}'" if label == bond else label for label in labels)
+    return contract([(core, labels), (core, twin)], (bond, f"{bond}'"))
 
 
 def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Tensor, Tensor]:

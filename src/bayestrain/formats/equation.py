@@ -99,16 +99,6 @@ class Equation:
         """The bonds of one core, in the order of its axes."""
         return tuple(label for label in self.cores[core] if label not in self.output)
 
-    def side(self, core: int, without: str) -> frozenset[int]:
-        """The cores that remain connected to `core` when the bond `without` is cut."""
-        found, waiting = {core}, [core]
-        while waiting:
-            for label in self.bonds_of(waiting.pop()):
-                new = set(self.owners(label)) - found if label != without else set()
-                found |= new
-                waiting += new
-        return frozenset(found)
-
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """The size of every label, from the shapes of the cores; raises `ShapeError` if they contradict each other."""
         found: dict[str, int] = {}

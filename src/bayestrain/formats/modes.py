@@ -5,6 +5,7 @@ than the size, and the layers hide the padding.
 """
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 from bayestrain.errors import ConfigError, ShapeError
@@ -51,24 +52,20 @@ def check_modes(size: int, modes: tuple[int, ...], what: str) -> tuple[int, ...]
 
 @lru_cache(maxsize=1024)
 def _best_ascending(size: int, count: int) -> tuple[int, ...]:
-    """Branch and bound over non-decreasing tuples of `count` modes with product >= `size`."""
-    best_score, best = math.inf, (size,) * count
+    """The best non-decreasing modes, by trying all that cover `size` with no larger a last mode than need be."""
 
-    def extend(chosen: tuple[int, ...], product: int) -> None:
-        nonlocal best_score, best
-        left, smallest = count - len(chosen), max((1, *chosen))
-        if left == 1:
-            modes = (*chosen, max(smallest, -(-size // product)))
-            total = math.prod(modes)
-            score = sum(modes) * (1.0 if total == size else PADDING_PENALTY * total / size)
-            if score < best_score:
-                best_score, best = score, modes
-            return
-        rest = max(size / product, 1.0)
-        for mode in range(smallest, math.ceil(rest ** (1 / left)) + 1):
-            bound = sum(chosen) + mode + (left - 1) * max(rest / mode, 1.0) ** (1 / (left - 1))
-            if bound < best_score:
-                extend((*chosen, mode), product * mode)
+    def score(modes: tuple[int, ...]) -> float:
+        total = math.prod(modes)
+        return sum(modes) * (1.0 if total == size else PADDING_PENALTY * total / size)
 
-    extend((), 1)
-    return best
+    return min(_ascending(size, count, 1), key=score)
+
+
+def _ascending(size: int, count: int, smallest: int) -> Iterator[tuple[int, ...]]:
+    """Non-decreasing modes whose product is at least `size`."""
+    if count == 1:
+        yield (max(smallest, size),)
+        return
+    for mode in range(smallest, max(smallest, math.ceil(size ** (1 / count))) + 1):
+        for rest in _ascending(-(-size // mode), count - 1, mode):
+            yield mode, *rest
