@@ -18,6 +18,7 @@ NAMED = {
     "star": Equation.parse("xyzw, ax, by, cz, dw -> abcd"),
     "shared bond beside a chain": Equation.parse("axr, xbr, cr -> abc"),
     "core without bonds": Equation.parse("a, bx, xc -> abc"),
+    "weights along a shared bond": Equation.parse("ar, br, r -> ab"),
     "one core": Equation.parse("ab -> ab"),
 }
 

@@ -120,7 +120,7 @@ def change_gauge(
 def balance(equation: Equation, cores: Sequence[Tensor], bond: str) -> list[Tensor]:
     """Give all cores of a bond the same norm at each index of it: other cores, the same tensor."""
     owners, result = equation.owners(bond), list(cores)
-    slices = [cores[k].movedim(equation.axis(k, bond), 0).flatten(1) for k in owners]
+    slices = [core.reshape(len(core), -1) for core in (cores[k].movedim(equation.axis(k, bond), 0) for k in owners)]
     norms = torch.stack([torch.linalg.vector_norm(own, dim=1) for own in slices])
     norms = torch.where((norms > 0).all(0), norms, 1.0)
     for k, factor in zip(owners, norms.log().mean(0).exp() / norms, strict=True):
