@@ -89,8 +89,6 @@ def refuse_other_settings(given: argparse.Namespace, seed: int) -> None:
     if not (out / "result.json").exists():
         return
     had, wanted = configs.load(out / "config.toml"), experiment.chosen(for_seed(given, seed), seed)
-    if wanted.run.from_run:  # its layers are those of that run
-        wanted = wanted.replace("tensorize", **vars(had.tensorize))
     if changed := configs.differences(*(configs.flat(*vars(each).values()) for each in (had, wanted))):
         raise RecordError(
             f"{out} is finished and had other settings ({'; '.join(changed)}). Remove it, or give another --label."

@@ -51,8 +51,6 @@ def test_every_method_trains_and_its_ranks_shrink(method: str) -> None:
     assert last["validation"]["log_likelihood"] >= last["validation"]["mean_log_likelihood"]
     assert last["validation"]["accuracy"] > 0.7
     assert last["prior_weight"] == 1.0  # Normal, at fixed ranks
-    own = result.own_ranks["0"]
-    assert [len(bond) for bond in own] == [3] * len(result.start_ranks["0"])
 
 
 def test_more_options_of_a_posterior() -> None:
@@ -75,7 +73,6 @@ def test_interrupted_and_resumed_is_bit_identical(method: str, stop: int, tmp_pa
         posterior(method=method, folder=tmp_path, callbacks=[StopAfter(stop)])
     parts = posterior(method=method, folder=tmp_path, resume=True)
     assert_same(parts.posterior, whole.posterior)
-    assert (parts.own_ranks, parts.spectra) == (whole.own_ranks, whole.spectra)
     assert without_seconds(parts.history) == without_seconds(whole.history)
 
 
@@ -83,7 +80,6 @@ def test_interrupted_and_resumed_is_bit_identical(method: str, stop: int, tmp_pa
 def test_a_posterior_trains_to_a_size(every: int) -> None:
     result = posterior(target_parameters=300, compact_every=every, compact_tol=1e-3, round_tol=1e-3, epochs=5)
     assert 240 < result.posterior.parameters_each <= 300
-    assert bool(result.own_ranks)
     exact = posterior(target_accuracy=0.5, epochs=8)
     assert exact.posterior.parameters_each < 500
     assert exact.validation["accuracy"] > 0.4
@@ -95,7 +91,6 @@ def test_fixed_ranks_stay_as_they_are() -> None:
     result = train(around(start, 3), search=False)
     assert result.posterior.ranks == before
     assert [record["phase"] for record in result.history] == ["train"] * 5
-    assert (result.own_ranks, result.spectra) == ({}, {})
 
 
 def test_networks_without_factorised_weights_and_regression(tmp_path: Path) -> None:
@@ -131,7 +126,7 @@ def test_a_particle_that_breaks_is_dropped_and_named(tmp_path: Path) -> None:
     with torch.no_grad():
         for model in models[1:]:
             model.get_parameter("4.bias").fill_(math.nan)
-    with pytest.raises(TrainingError, match=r"has values that are not finite in 3 of 4 particles"):
+    with pytest.raises(TrainingError, match="not finite in 3 of 4 particles"):
         train(models)
 
 
@@ -161,7 +156,7 @@ def test_a_posterior_that_diverges_is_a_training_error() -> None:
         ({"precision": "fp16"}, r'"fp16" is for one network.* Use "bf16"'),
         ({"model": [network(), network()]}, "There are 2 networks for 3 particles"),
         ({"temperature": 0.5}, "svgd has no option 'temperature'"),
-        ({"kernel": "imq", "method": "ensemble"}, "Only svgd has a kernel"),
+        ({"kernel": "imq", "method": "ensemble"}, "no option 'kernel'"),
         ({"method": "svdg"}, 'Did you mean "svgd"'),
     ],
 )

@@ -123,7 +123,7 @@ def test_writing_never_follows_a_planted_link(tmp_path: Path) -> None:
         folder.write_json("result.json", {})
         (run / CHECKPOINT).unlink()
         folder.save_checkpoint({"epoch": 1})
-        folder.start_history()
+        folder.write_history([])
         folder.append_history({"epoch": 0})
         (run / "history.jsonl").unlink()
         (run / "history.jsonl").symlink_to(victim)
@@ -155,7 +155,7 @@ def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
             folder.save_checkpoint({"epoch": epoch})
         assert folder.load_checkpoint() == ({"epoch": 3, "format": 1}, "")
         (tmp_path / CHECKPOINT).unlink()  # killed between two renames
-        assert folder.has_checkpoint
+        assert folder.holds_run
         assert folder.load_checkpoint()[0]["epoch"] == 2
 
 

@@ -1,6 +1,6 @@
 """One way to train: `fit` for any module, data and likelihood; `run` for what the command line trains."""
 
-from bayestrain.train.callbacks import Callback, Plan, Progress, ProgressPrinter
+from bayestrain.train.callbacks import Callback, Plan, ProgressPrinter
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, RunConfig, RunSettings, TensorizeSettings
 from bayestrain.train.fit import FitResult, fit
 from bayestrain.train.folder import RunFolder
@@ -14,7 +14,6 @@ __all__ = [
     "Plan",
     "PosteriorConfig",
     "PriorConfig",
-    "Progress",
     "ProgressPrinter",
     "RunConfig",
     "RunFolder",

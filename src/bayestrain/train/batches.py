@@ -30,6 +30,9 @@ class Batches:
             themselves.
         device: where the batches go.
         name: what errors call the data.
+
+    Attributes:
+        num_data, steps: data and batches of a pass; None until `count`, if only a pass can tell.
     """
 
     def __init__(self, data: Any, batch_size: int, *, shuffle: bool, device: torch.device, name: str = "data") -> None:
@@ -40,54 +43,54 @@ class Batches:
             )
         if isinstance(data, Dataset) and not hasattr(data, "batches"):
             data = DataLoader(data, batch_size, shuffle=shuffle and not isinstance(data, IterableDataset))
-        self.name, self.device, self.batch_size, self.shuffle = name, device, batch_size, shuffle
-        self.data: Any = data
-        self._rows, self._leaves_one = 0, False
-        """Whether the last batch would be a single datum, from which batch norm learns nothing: it is left out."""
+        self.name, self.device, self.batch_size, self.shuffle, self.data = name, device, batch_size, shuffle, data
         self.num_data: int | None = None
         self.steps: int | None = None
-        """Both None until `count`, if only a pass can tell."""
+        self._passes: Callable[[], Iterable[Any]]
+        rows = -1
         if hasattr(data, "batches"):
-            self.data, self._passes = data.to(device) if hasattr(data, "to") else data, self._own_batches
-            self._known(len(self.data))
+            own, options = data.to(device) if hasattr(data, "to") else data, {"shuffle": shuffle, "device": device}
+            self._passes = lambda: own.batches(batch_size, generator=torch.default_generator, **options)
+            rows = len(own)
         elif isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor):
-            self.data, self._passes = moved(data, device), self._tensors
-            sizes = {len(tensor) for tensor in tensors(data)}
+            sizes: set[int] = set()
+            apply(data, lambda tensor: sizes.add(len(tensor)) or tensor)  # type: ignore[func-returns-value]
             if len(sizes) != 1:
                 raise ConfigError(f"The tensors of {name} must have as many rows as one another, got {sorted(sizes)}.")
-            self._known(sizes.pop())
+            rows, self.data = sizes.pop(), self._moved(data)
+            self._passes = lambda: self._tensors(rows)
         elif isinstance(data, Iterable):
-            self.data, self._passes = data, lambda: iter(data)
-            self.steps = len(self.data) if _has_length(data) else None
+            self._passes, self.steps = lambda: data, _length(data)
             sampler = getattr(data, "sampler", None)
-            own = getattr(getattr(data, "batch_sampler", None), "sampler", None) is sampler
-            if sampler is not None and own and self.steps is not None and _has_length(sampler):
-                self.num_data = len(sampler)
+            if sampler is not None and getattr(getattr(data, "batch_sampler", None), "sampler", None) is sampler:
+                self.num_data = _length(sampler)
         elif callable(data):
-            self.data, self._passes = data, lambda: iter(data())
+            self._passes = data
         else:
             raise ConfigError(f"{name} must be {KINDS}, got a {type(data).__name__}.")
+        self._leaves_one = False
+        """Whether the last batch would be a single datum, from which batch norm learns nothing: it is left out."""
+        if rows >= 0:
+            self._leaves_one = shuffle and rows % batch_size == 1 and rows > batch_size > 1
+            self.num_data, self.steps = rows, math.ceil(rows / batch_size) - self._leaves_one
         if self.steps == 0:
             raise ConfigError(f"{name} has no data.")
-
-    def _known(self, number: int) -> None:
-        size = self.batch_size
-        self.num_data = self._rows = number
-        self._leaves_one = self.shuffle and number % size == 1 and number > size > 1
-        self.steps = math.ceil(number / size) - self._leaves_one
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         steps = 0
         for batch in self._passes():
             if not (isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor)):
+                entries = ", ".join(type(entry).__name__ for entry in batch) if isinstance(batch, tuple | list) else ""
                 raise ConfigError(
-                    f"Every batch of {self.name} must be a pair (inputs, targets) with a tensor of targets, got "
-                    f"{_kind(batch)}. Wrap the data in a generator function that yields such pairs."
+                    f"Every batch of {self.name} must be a pair (inputs, targets) with a tensor of targets, got a "
+                    f"{type(batch).__name__}{' of ' * bool(entries)}{entries}. Wrap the data in a "
+                    "generator function that yields such pairs."
                 )
             if len(batch[1]) == 1 and self._leaves_one:
                 continue
             steps += 1
-            yield moved(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
+            x, y = self._moved(batch)
+            yield x, y
         if not steps:
             raise ConfigError(
                 f"{self.name} yielded no batch in this epoch. It must be iterable once per epoch: pass {KINDS}."
@@ -101,20 +104,17 @@ class Batches:
         self.num_data = self.num_data if num_data is None else num_data
         return self.num_data or 0
 
-    def _own_batches(self) -> Iterator[Any]:
-        return iter(self.data.batches(
-            self.batch_size, shuffle=self.shuffle, generator=torch.default_generator, device=self.device
-        ))  # fmt: skip
-
-    def _tensors(self) -> Iterator[Any]:
-        order = torch.randperm(self._rows) if self.shuffle else torch.arange(self._rows)
+    def _tensors(self, rows: int) -> Iterator[Any]:
+        order = torch.randperm(rows) if self.shuffle else torch.arange(rows)
         for chosen in order.to(self.device).split(self.batch_size):
             yield apply(self.data, lambda tensor, own=chosen: tensor[own])  # type: ignore[misc]
 
+    def _moved(self, tree: Any) -> Any:
+        return apply(tree, lambda tensor: tensor.to(self.device, non_blocking=True))
+
     def generators(self) -> dict[str, torch.Generator]:
         """The random number generators that the data keep for themselves, which an exact resume has to restore."""
-        sampler = getattr(self.data, "sampler", None)
-        owners = {"loader": self.data, "sampler": sampler}
+        owners = {"loader": self.data, "sampler": getattr(self.data, "sampler", None)}
         found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
         return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
 
@@ -125,33 +125,14 @@ def apply(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(tree)
     if isinstance(tree, Mapping):
         return {key: apply(entry, function) for key, entry in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(apply(entry, function) for entry in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(apply(entry, function) for entry in tree)
+        entries = [apply(entry, function) for entry in tree]
+        return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
     return tree
 
 
-def moved(tree: Any, device: torch.device) -> Any:
-    """The same with every tensor on `device`."""
-    return apply(tree, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    """Every tensor in dicts, lists and tuples."""
-    found: list[Tensor] = []
-    apply(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
-
-
-def _has_length(data: Any) -> bool:
+def _length(data: Any) -> int | None:
     try:
-        return len(data) >= 0
+        return len(data)
     except TypeError:
-        return False
-
-
-def _kind(batch: Any) -> str:
-    if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {', '.join(type(entry).__name__ for entry in batch) or 'nothing'}"
-    return f"a {type(batch).__name__}"
+        return None

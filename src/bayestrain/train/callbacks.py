@@ -1,4 +1,4 @@
-"""What a run tells about itself: the protocol of callbacks, and the plain lines that `fit` prints."""
+"""What a run reports while it trains: the protocol of callbacks, and the plain lines that `fit` prints."""
 
 from __future__ import annotations
 
@@ -18,30 +18,15 @@ STEP_LINES_EVERY = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is going to do."""
+    """What a run is going to do: `epochs` in all, of which a resumed run has done `first_epoch`."""
 
     epochs: int
-    """All of them, fine-tuning included."""
     first_epoch: int
-    """The epochs that are behind a resumed run; 0 for a new one."""
-    steps_per_epoch: int | None
-    """None if the data do not tell."""
+    steps_per_epoch: int
     num_data: int
     particles: int
     parameters: int
     dense_parameters: int
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run is within an epoch; losses and accuracy are means over the epoch so far."""
-
-    epoch: int
-    step: int
-    train_loss: float
-    prior_loss: float
-    train_accuracy: float | None
-    lr: float
 
 
 class Callback:
@@ -50,8 +35,8 @@ class Callback:
     def on_start(self, plan: Plan) -> None:
         """Training is about to start."""
 
-    def on_step(self, progress: Progress) -> None:
-        """Some steps were taken; not called after every one."""
+    def on_step(self, progress: Mapping[str, Any]) -> None:
+        """Some steps were taken: epoch, step, lr, and the means of losses and accuracy over the epoch so far."""
 
     def on_epoch(self, record: Mapping[str, Any]) -> None:
         """An epoch is over: its line of the history. Epoch 0 is the network before training."""
@@ -70,46 +55,44 @@ class ProgressPrinter(Callback):
     """Prints a line per epoch, at most one every `every` seconds, with the time left; also when piped."""
 
     def __init__(self, every: float = 0.5, file: TextIO | None = None) -> None:
-        self.every, self.file = every, file
+        self.every, self.file, self.phase = every, file, ""
         self.plan: Plan | None = None
-        self.printed = self.epoch_started = time.monotonic()
-        self.per_epoch: float | None = None
-        self.phase = ""
+        self.started = self.printed = time.monotonic()
 
     def on_start(self, plan: Plan) -> None:
-        self.plan, self.epoch_started = plan, time.monotonic()
+        self.plan, self.started = plan, time.monotonic()
         size = f"{plan.parameters:,} parameters{times_smaller(plan.dense_parameters, plan.parameters)}"
         each = f"{plan.particles} particles of {size}" if plan.particles > 1 else size
         self._print(f"training on {plan.num_data:,} data for {plan.epochs} epochs: {each}")
 
-    def on_step(self, progress: Progress) -> None:
-        if self.plan is None or time.monotonic() - self.printed < STEP_LINES_EVERY:
-            return
-        steps, spent = self.plan.steps_per_epoch, time.monotonic() - self.epoch_started
-        per_epoch = spent * steps / progress.step if steps else self.per_epoch
-        left = None if per_epoch is None else per_epoch * (self.plan.epochs - progress.epoch + 1) - spent
-        of = f"/{steps}" if steps else ""
-        where = f"epoch {progress.epoch}/{self.plan.epochs}, step {progress.step}{of}"
-        self._print("  ".join([where, *losses(vars(progress)), *time_left(left)]))
+    def on_step(self, progress: Mapping[str, Any]) -> None:
+        if self.plan is not None and time.monotonic() - self.printed >= STEP_LINES_EVERY:
+            epoch, step, steps = progress["epoch"], progress["step"], self.plan.steps_per_epoch
+            where = f"epoch {epoch}/{self.plan.epochs}, step {step}/{steps}"
+            self._print("  ".join([where, *losses(progress), *self.left(epoch - 1 + min(step / steps, 1.0))]))
 
     def on_epoch(self, record: Mapping[str, Any]) -> None:
-        now, plan = time.monotonic(), self.plan
-        if plan is None:
+        if (plan := self.plan) is None:
             return
-        spent, self.epoch_started = now - self.epoch_started, now
-        if record["epoch"]:
-            self.per_epoch = spent if self.per_epoch is None else 0.5 * (self.per_epoch + spent)
         last, new = record["epoch"] == plan.epochs, record["phase"] != self.phase
-        if not (last or new or now - self.printed >= self.every):
-            return
-        self.phase = record["phase"]
-        left = None if self.per_epoch is None or last else self.per_epoch * (plan.epochs - record["epoch"])
-        size = f"{record['parameters']:,} parameters{times_smaller(plan.dense_parameters, record['parameters'])}"
-        where = f"epoch {record['epoch']}/{plan.epochs} ({record['phase']})"
-        self._print("  ".join([where, *losses(record), size, *time_left(left)]))
+        if last or new or time.monotonic() - self.printed >= self.every:
+            self.phase = record["phase"]
+            size = f"{record['parameters']:,} parameters{times_smaller(plan.dense_parameters, record['parameters'])}"
+            where = f"epoch {record['epoch']}/{plan.epochs} ({record['phase']})"
+            self._print("  ".join([where, *losses(record), size, *self.left(record["epoch"])]))
 
     def on_message(self, text: str) -> None:
         self._print(text)
+
+    def left(self, done: float) -> list[str]:
+        """``["1:31 left"]`` after so many epochs, or nothing if it is not known yet, or over."""
+        behind = 0.0 if self.plan is None else done - self.plan.first_epoch
+        if self.plan is None or behind <= 0 or done >= self.plan.epochs:
+            return []
+        seconds = (time.monotonic() - self.started) / behind * (self.plan.epochs - done)
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return [f"{hours}:{minutes:02}:{rest:02} left" if hours else f"{minutes}:{rest:02} left"]
 
     def _print(self, text: str) -> None:
         self.printed = time.monotonic()
@@ -135,12 +118,3 @@ def losses(record: Mapping[str, Any]) -> list[str]:
 def times_smaller(dense: int, parameters: int) -> str:
     """How much smaller than the dense network, in brackets; nothing for a dense one."""
     return f" ({dense / parameters:.3g}x smaller)" if dense > parameters else ""
-
-
-def time_left(seconds: float | None) -> list[str]:
-    """``["1:31 left"]``, or nothing if it is not known yet."""
-    if seconds is None:
-        return []
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return [f"{hours}:{minutes:02}:{rest:02} left" if hours else f"{minutes}:{rest:02} left"]

@@ -17,37 +17,23 @@ from bayestrain.train.folder import RunFolder, read_json
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Everything that someone may ask about a result later."""
+    """What may be asked about a result later."""
     commit, dirty = source_version()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
-        "bayestrain": bayestrain.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "commit": commit,
-        "dirty": dirty,
+        "bayestrain": bayestrain.__version__, "python": platform.python_version(), "torch": torch.__version__,
+        "platform": platform.platform(), "cpu": _cpu_name(), "threads": torch.get_num_threads(), "gpu": gpu,
+        "device": gpu or device.type, "commit": commit, "dirty": dirty,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    }  # fmt: skip
 
 
-def record_environment(folder: RunFolder, device: torch.device, command: str, epochs: int) -> dict[str, Any]:
-    """Write ``environment.json``; a run that is resumed after `epochs` epochs keeps what its `earlier` parts ran on.
-
-    `started` and `command` stay those of the first part. A part that left no epoch behind does not count.
-    """
+def record_environment(folder: RunFolder, device: torch.device, command: str, *, resume: bool) -> dict[str, Any]:
+    """Write ``environment.json``; a run that is resumed keeps what its `earlier` parts ran on."""
     now: dict[str, Any] = {**describe_environment(device), "command": command, "earlier": []}
-    file = folder.path / "environment.json"
-    if file.exists() and epochs:
-        before = read_json(file, "started", "command", "earlier")
-        part = {key: value for key, value in before.items() if key not in ("command", "earlier", "resumed")}
-        part |= {"started": before.get("resumed", before["started"]), "epochs": epochs}
-        earlier = [{**one, "epochs": min(one["epochs"], epochs)} for one in before["earlier"]]
-        if not earlier or earlier[-1]["epochs"] < epochs:
-            earlier.append(part)
-        now |= {"resumed": now["started"], "earlier": earlier, **{key: before[key] for key in ("started", "command")}}
+    if resume and (folder.path / "environment.json").exists():
+        before = read_json(folder.path / "environment.json", "earlier", "command")
+        now |= {"command": before["command"], "earlier": [*before.pop("earlier"), before]}
     folder.write_json("environment.json", now)
     return now
 
@@ -78,8 +64,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    """As Linux calls it; elsewhere the architecture."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

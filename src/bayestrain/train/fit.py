@@ -49,7 +49,6 @@ class FitResult:
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
         spectra: what the bonds held just before the final cut.
-        own_ranks: of a posterior, per layer and bond, the rank that each particle alone would have been cut to.
         start_ranks, start_parameters: of the network before training.
         seconds: of training.
     """
@@ -60,7 +59,6 @@ class FitResult:
     history: list[dict[str, Any]]
     validation: dict[str, float] | None
     spectra: dict[str, Any]
-    own_ranks: dict[str, list[list[int]]]
     start_ranks: dict[str, tuple[int, ...]]
     start_parameters: int
     seconds: float
@@ -172,13 +170,11 @@ def fit(
                 _seed(seed)
             else:
                 loop.restore(saved)
-            final = loop.run(note)
-            first_record, found = loop.history[0], loop.search
+            final, before = loop.run(note), loop.history[0]
             result = FitResult(
                 subject.template, subject.posterior, subject.likelihood, loop.history, final,
-                {} if found is None else found.spectra, {} if found is None else found.own_ranks,
-                {name: tuple(bonds) for name, bonds in first_record["ranks"].items()}, first_record["parameters"],
-                loop.seconds,
+                {} if loop.search is None else loop.search.spectra,
+                {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
             )  # fmt: skip
             loop.tell("end", result)
             return result

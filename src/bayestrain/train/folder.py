@@ -22,15 +22,11 @@ FORMAT = 1
 
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
 
-RESULTS = (
-    "config.toml", "environment.json", "start.json", "history.jsonl", "spectra.json", "model.safetensors",
-    "posterior.safetensors", "model.json", "predictions.safetensors", "report.html",
+FILES = (
+    "result.json", LAST, PREVIOUS, "config.toml", "environment.json", "history.jsonl", "spectra.json",
+    "model.safetensors", "posterior.safetensors", "model.json", "predictions.safetensors", "report.html",
 )  # fmt: skip
-
-FILES = ("result.json", LAST, PREVIOUS, *RESULTS)
 """Everything that a run writes, and all that overwriting removes: first what says that there is a run."""
-
-LOCK = ".lock"
 
 
 class RunFolder:
@@ -55,25 +51,23 @@ class RunFolder:
         if self.path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link. Name the folder it leads to, {self.path.resolve()}.")
         if resume and not self.holds_run:
-            raise TrainingError(f"There is nothing to resume in {path}: it has no {LAST}. Start without resume.")
+            raise TrainingError(f"There is nothing to resume in {path}: it has no checkpoint. Start without resume.")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"Cannot write to {path}: {error.strerror}. Choose another folder.") from error
         try:
             self._acquire()
             if self.holds_run and not (resume or overwrite):
                 raise ConfigError(f"{path} already holds a run. Resume it, overwrite it, or choose another folder.")
-            self._clear(() if resume else FILES)
+            partial = [file for name in FILES for file in self.path.glob(f".{name}.*.partial")]  # of a killed process
+            for file in [*partial, *(self.path / name for name in (() if resume else FILES))]:
+                if file.is_symlink() or file.is_file():  # never what a link leads to, no folder
+                    file.unlink()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is something to resume."""
-        return (self.path / LAST).exists() or (self.path / PREVIOUS).exists()
 
     @property
     def finished(self) -> bool:
@@ -82,8 +76,8 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether there is a run, finished or not."""
-        return self.finished or self.has_checkpoint
+        """Whether there is a run, finished or with a checkpoint."""
+        return self.finished or (self.path / LAST).exists() or (self.path / PREVIOUS).exists()
 
     def _acquire(self) -> None:
         try:
@@ -95,13 +89,6 @@ class RunFolder:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-    def _clear(self, names: Sequence[str]) -> None:
-        """Remove files of a run, and what a killed process left half written: never what a link leads to, no folder."""
-        partial = [file for name in FILES for file in self.path.glob(f".{name}.*.partial")]
-        for file in [*(self.path / name for name in names), *partial]:
-            if file.is_symlink() or file.is_file():
-                file.unlink()
 
     def close(self) -> None:
         """Release the lock."""
@@ -144,13 +131,13 @@ class RunFolder:
 
         Only data are loaded, never code.
         """
-        damaged = []
+        damaged: list[str] = []
         for path in (self.path / LAST, self.path / PREVIOUS):
             if not path.exists():
                 continue
             digest, _, data = path.read_bytes().partition(b"\n")
             if hashlib.sha256(data).hexdigest().encode() != digest:
-                damaged.append(path)
+                damaged.append(str(path))
                 continue
             state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             if state.get("format") != FORMAT:
@@ -158,32 +145,19 @@ class RunFolder:
             note = f"{damaged[0]} is damaged: its checksum does not match. Resuming from {path}." if damaged else ""
             return state, note
         raise TrainingError(
-            f"No checkpoint can be read; damaged: {', '.join(map(str, damaged))} (their checksums do not match). "
-            "Overwrite the run to start it again."
+            f"No checkpoint can be read; damaged: {', '.join(damaged)} (their checksums do not match). Overwrite the "
+            "run to start it again."
         )
 
-    def start_history(self, until_epoch: int = -1) -> list[dict[str, Any]]:
-        """The history up to `until_epoch`; later lines, of epochs that will be trained again, are dropped."""
-        file, lines = self.path / "history.jsonl", []
-        texts = file.read_text(encoding="utf-8").splitlines() if file.exists() and until_epoch >= 0 else []
-        for number, text in enumerate(texts, start=1):
-            try:
-                line = json.loads(text)
-                if line["epoch"] <= until_epoch:
-                    lines.append(line)
-            except (ValueError, TypeError, KeyError):
-                if number < len(texts):  # otherwise the process was killed while it wrote its last line
-                    raise TrainingError(
-                        f"{file}, line {number}, is damaged. Remove the line, then resume the run."
-                    ) from None
-        self.write(file.name, "".join(json.dumps(line) + "\n" for line in lines))
-        return lines
+    def write_history(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``history.jsonl`` with the records of the epochs so far."""
+        self.write("history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
-    def append_history(self, line: Mapping[str, Any]) -> None:
-        """Add the line of an epoch."""
+    def append_history(self, record: Mapping[str, Any]) -> None:
+        """Add the record of an epoch."""
         path = self.path / "history.jsonl"
         with naming(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:
@@ -192,7 +166,7 @@ def read_json(file: Path, *needed: str) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing: {file.parent} holds no finished run. Resume it, or train it.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}. Resume the run, or overwrite it.") from error
     if not isinstance(found, dict) or (missing := [key for key in needed if key not in found]):
         what = f"it has no {missing[0]}" if isinstance(found, dict) else "it holds no object"

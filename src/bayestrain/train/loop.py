@@ -16,7 +16,7 @@ from torch import Tensor
 from bayestrain.errors import Interrupted, TrainingError
 from bayestrain.nn import count_parameters, dense_parameters, ranks
 from bayestrain.train.batches import Batches
-from bayestrain.train.callbacks import Plan, Progress
+from bayestrain.train.callbacks import Plan
 from bayestrain.train.config import FitConfig
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.schedule import learning_rate
@@ -57,7 +57,7 @@ class Loop:
     def run(self, note: str = "") -> dict[str, float] | None:
         """All epochs that are left, and the final cut; the metrics of the final network on the validation data."""
         if self.folder is not None:
-            self.history = self.folder.start_history(-1 if self.saved is None else self.saved)
+            self.folder.write_history(self.history)
         template, number = self.subject.template, self.data.num_data or 0
         sizes = count_parameters(template), dense_parameters(template)
         self.tell("start", Plan(self.epochs, self.epoch, self.steps, number, self.subject.number, *sizes))
@@ -101,7 +101,7 @@ class Loop:
                         raise self._diverged(f"epoch {self.epoch + 1}, step {place}", what)
                 recent = []
             if step % LOOK_EVERY == 0:
-                self.tell("step", Progress(self.epoch + 1, step, **_means(sums / seen), lr=self.rate))
+                self.tell("step", {"epoch": self.epoch + 1, "step": step, "lr": self.rate, **_means(sums / seen)})
         return _means(sums / seen)
 
     def _set_rate(self, epoch: float) -> None:
@@ -176,12 +176,13 @@ class Loop:
             "search": None if self.search is None else {name: getattr(self.search, name) for name in Search.KEPT},
             "random": random_state(self.data.device),
             "generators": {name: found.get_state() for name, found in self.data.generators().items()},
-            **{name: getattr(self, name) for name in ("epoch", "seconds", "rate")},
+            **{name: getattr(self, name) for name in ("epoch", "seconds", "rate", "history")},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Return to the epoch of a checkpoint."""
-        self.epoch, self.seconds, self.rate = state["epoch"], state["seconds"], state["rate"]
+        for name in ("epoch", "seconds", "rate", "history"):
+            setattr(self, name, state[name])
         for name, value in (state["search"] or {}).items():
             setattr(self.search, name, value)
         if self.search is not None and self.search.ended is not None:

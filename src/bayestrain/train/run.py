@@ -6,20 +6,18 @@ import dataclasses
 import difflib
 import fnmatch
 import importlib
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save as serialised
 from torch import Tensor, nn
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer import diagnose
 from bayestrain.io import load, save
 from bayestrain.nn import TensorizeConfig, count_parameters, dense_parameters, factorized_weights, ranks, tensorize_
 from bayestrain.posterior import (
@@ -40,7 +38,7 @@ from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.config import RunConfig, TensorizeSettings
 from bayestrain.train.environment import describe_environment, peak_memory_bytes, record_environment
-from bayestrain.train.fit import FitResult, fit
+from bayestrain.train.fit import fit
 from bayestrain.train.folder import RunFolder, read_json
 from bayestrain.train.search import check_target
 from bayestrain.train.subject import can_predict, predict
@@ -48,11 +46,8 @@ from bayestrain.train.subject import can_predict, predict
 HARDEST = 24
 """How many of the most uncertain test inputs a run keeps."""
 
-STEIN_BATCHES = 20
-"""Batches over which the gradients of the Stein discrepancy are averaged."""
-
-COLLAPSED, AGREED = 0.5, 1e-3
-"""Fewer different particles than this share of all, or less disagreement on the test data, deserve a warning."""
+COLLAPSED = 0.5
+"""Fewer different particles than this share of all deserve a warning."""
 
 
 def train_run(
@@ -70,22 +65,18 @@ def train_run(
         callbacks: as for `fit`.
         command: what was typed, for the record.
     """
-    path, place, start = Path(folder), torch.device(device), None
+    path, place, how = Path(folder), torch.device(device), config.posterior
     if resume and (path / "config.toml").is_file():
-        before = configs.load(path / "config.toml")
-        config = dataclasses.replace(config, tensorize=before.tensorize) if config.run.from_run else config
-        if changed := configs.differences(configs.flat(*vars(before).values()), configs.flat(*vars(config).values())):
+        before = configs.flat(*vars(configs.load(path / "config.toml")).values())
+        if changed := configs.differences(before, configs.flat(*vars(config).values())):
             raise ConfigError(
                 f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or start a new "
                 "run in another folder."
             )
-    elif config.run.from_run:
-        start = _finished_run(config)
-        config = dataclasses.replace(config, tensorize=start.tensorize)
-    data, likelihood, how = load_data(config.run.data), _likelihood(config.run.likelihood), config.posterior
-    models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, config.run.seed)
-    dense = dense_parameters(models[0])
-    if start is not None:
+    data, likelihood, start = load_data(config.run.data), _likelihood(config.run.likelihood), _finished_run(config)
+    if start is None:
+        models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, config.run.seed)
+    else:
         surrounding = how.start == "around"
         models = around(start.model, how.particles, how.jitter, config.run.seed) if surrounding else [start.model]
     settings = dataclasses.replace(config.fit, search=False) if how.start == "around" else config.fit
@@ -95,16 +86,16 @@ def train_run(
         if resume and opened.finished:
             return read_json(path / "result.json")
         opened.write("config.toml", configs.dumps(config))
-        environment = record_environment(opened, place, command, opened.load_checkpoint()[0]["epoch"] if resume else 0)
-        if start is not None:
-            opened.write_json("start.json", start.note)
+        environment = record_environment(opened, place, command, resume=resume)
         fitted = fit(
             models[0] if how.particles == 1 else models, data.train, data.validation, likelihood=likelihood,
             config=settings, prior=config.prior, method=how.method, kernel=how.kernel, temperature=how.temperature,
             chunk=how.chunk, callbacks=callbacks, folder=opened, resume=resume, device=place, seed=config.run.seed,
             progress=False,
         )  # fmt: skip
-        small, trained = count_parameters(fitted.model), fitted.posterior or fitted.model
+        trained, small, dense = (
+            fitted.posterior or fitted.model, count_parameters(fitted.model), dense_parameters(fitted.model),
+        )  # fmt: skip
         result = {
             "name": config.run.name, "seed": config.run.seed, "dense_parameters": dense, "parameters": small,
             "ratio": dense / small, "start_parameters": fitted.start_parameters,
@@ -113,13 +104,22 @@ def train_run(
             "layers": _layers(fitted.model, fitted.start_ranks),
             **evaluate(config, data, trained, fitted.likelihood, place, opened),
             "seconds": fitted.seconds, "peak_memory_bytes": peak_memory_bytes(place),
-            "device": environment["gpu"] or "cpu", "command": environment["command"],
-            "versions": {key: environment[key] for key in ("bayestrain", "python", "torch")},
-            "commit": environment["commit"], "dirty": environment["dirty"],
-            "from_run": read_json(path / "start.json", "run") if config.run.from_run else None, "status": "finished",
+            **{key: environment[key] for key in ("device", "command", "commit", "dirty")},
+            "from_run": None if start is None else start.note, "status": "finished",
         }  # fmt: skip
         if fitted.posterior is not None:
-            result["posterior"] |= _facts(config, data, fitted, result["posterior"].get("disagreement", 1.0), place)
+            left, diagnostics = len(fitted.posterior), fitted.history[-1]["diagnostics"]
+            result["posterior"] |= {"diagnostics": diagnostics, "warnings": []}
+            if left < how.particles:
+                result["posterior"]["warnings"].append(
+                    f"{how.particles - left} of {how.particles} particles were not finite and dropped. Try a smaller "
+                    "fit.lr."
+                )
+            if (different := diagnostics["effective_particles"]) < COLLAPSED * left:
+                result["posterior"]["warnings"].append(
+                    f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them "
+                    'independently (posterior.start = "independent"), or with a larger posterior.jitter.'
+                )
         about: dict[str, Any] = {"model": config.run.model, "data": config.run.data, "name": config.run.name}
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
@@ -137,9 +137,7 @@ def evaluate_run(folder: Path | str, *, device: torch.device | str = "cpu", comm
         found = evaluate(config, load_data(config.run.data), model, likelihood, place, opened)
         if found["posterior"] is not None:
             found["posterior"] = {**(before["posterior"] or {}), **found["posterior"]}  # what only training knew, too
-        environment = describe_environment(place)
-        again = {"command": command, **{key: environment[key] for key in ("commit", "dirty", "torch", "gpu")}}
-        result = {**before, **found, "evaluated_again": again}
+        result = {**before, **found, "evaluated_again": {"command": command, **describe_environment(place)}}
         opened.finish(result)
         return result
 
@@ -158,8 +156,7 @@ def load_run(folder: Path | str, *, device: torch.device | str = "cpu") -> Parti
 
 def _saved(folder: Path, config: RunConfig, device: torch.device) -> tuple[nn.Module | ParticleModel, Likelihood]:
     likelihood = _likelihood(config.run.likelihood)
-    own = likelihood if ":" in config.run.likelihood else None
-    model = load(folder, into=_built(config), likelihood=own)
+    model = load(folder, into=_built(config), likelihood=likelihood if ":" in config.run.likelihood else None)
     if isinstance(model, ParticleModel):
         return model.to(device), model.likelihood
     state = read_json(folder / "model.json").get("likelihood_state", {})
@@ -175,28 +172,24 @@ def resolve(name: str) -> Any:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ConfigError(f'{name!r} must be "package.module:name" or "file.py:name".')
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ConfigError(f"{place}, from {name!r}, does not exist.")
-        sys.path.insert(0, str(Path(place).parent.resolve()))
-        place = Path(place).stem
+    file = Path(place) if place.endswith(".py") else None
+    folder = str((Path() if file is None else file.parent).resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = place if file is None else file.stem
     try:
-        module = importlib.import_module(place)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not f"{place}.".startswith(f"{error.name}."):
+        if not f"{module}.".startswith(f"{error.name}."):
             raise  # a module of the user's lacks something else
         raise ConfigError(
-            f"There is no module {place!r}, from {name!r}. Modules are looked for in {here} and among those installed; "
-            'for a file, write "path/to/file.py:name".'
+            f"There is no module {place!r}, from {name!r}, in {folder} or among those installed. "
+            'For a file, write "path/to/file.py:name".'
         ) from None
-    if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        raise ConfigError(
-            f"{place} has no {attribute!r}, from {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
-        )
-    return getattr(module, attribute)
+    if not hasattr(found, attribute):
+        near = difflib.get_close_matches(attribute, dir(found), n=1)
+        raise ConfigError(f"{place} has no {attribute!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+    return getattr(found, attribute)
 
 
 def load_data(name: str) -> SimpleNamespace:
@@ -245,10 +238,12 @@ def tensorized(model: nn.Module, settings: TensorizeSettings) -> nn.Module:
     return model
 
 
-def _finished_run(config: RunConfig) -> SimpleNamespace:
-    """The network of the finished run that this one starts from, its settings, and a note of what it was."""
+def _finished_run(config: RunConfig) -> SimpleNamespace | None:
+    """The network of the finished run that this one starts from, if any, and a note of what that was."""
+    if not config.run.from_run:
+        return None
     run = Path(config.run.from_run)
-    result = read_json(run / "result.json", "parameters", "seconds", "metrics")
+    result = read_json(run / "result.json", "parameters", "seconds", "metrics", "commit")
     before = configs.load(run / "config.toml")
     if before.posterior.particles > 1:
         raise ConfigError(f"{run} holds a posterior; run.from_run needs a run of one network.")
@@ -259,11 +254,11 @@ def _finished_run(config: RunConfig) -> SimpleNamespace:
     note = {
         "run": str(run),
         "epochs": before.fit.epochs + before.fit.finetune_epochs + earlier.get("epochs", 0),
-        **{key: result[key] for key in ("parameters", "ratio", "metrics")},
+        **{key: result[key] for key in ("parameters", "metrics")},
         "seconds": result["seconds"] + earlier.get("seconds", 0.0),
         "commits": sorted({commit for commit in (result["commit"], *earlier.get("commits", ())) if commit}),
     }
-    return SimpleNamespace(tensorize=before.tensorize, model=model, note=note)
+    return SimpleNamespace(model=model, note=note)
 
 
 def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
@@ -271,15 +266,15 @@ def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[s
     weights, found = factorized_weights(model), {}
     for name, module in model.named_modules():
         now = sum(parameter.numel() for parameter in module.parameters())
-        if (weight := weights.get(name)) is not None:
+        weight = weights.get(name)
+        if weight is not None:
             start = sum(map(math.prod, weight.equation.shapes(weight.layout.sizes, start_ranks[name])))
-            found[name] = {
-                "format": weight.format.name, "layout": weight.layout.name, "shape": list(weight.shape),
-                "dense": now - weight.numel + weight.dense_numel, "start": now - weight.numel + start, "now": now,
-            }  # fmt: skip
+            kind = {"format": weight.format.name, "layout": weight.layout.name, "shape": list(weight.shape)}
+            bias = now - weight.numel
+            found[name] = {**kind, "dense": bias + weight.dense_numel, "start": bias + start, "now": now}
         elif isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
-            about = {"format": "", "layout": "", "shape": list(module.weight.shape)}
-            found[name] = {**about, "dense": now, "start": now, "now": now}
+            kind = {"format": "", "layout": "", "shape": list(module.weight.shape)}
+            found[name] = {**kind, "dense": now, "start": now, "now": now}
     return found
 
 
@@ -296,28 +291,20 @@ def evaluate(
     """
 
     def batches(name: str) -> Batches | None:
-        part = getattr(data, name)
-        size = max(config.fit.batch_size, 256)
+        part, size = getattr(data, name), max(config.fit.batch_size, 256)
         return None if part is None else Batches(part, size, shuffle=False, device=device, name=name)
 
-    held_out, test, example = batches("validation"), batches("test"), next(iter(batches("train") or ()))[0]
-    known: dict[str, Any] = {
-        "input_shape": None,
-        "input_dtype": None,
+    held_out, test, (example, _) = batches("validation"), batches("test"), next(iter(batches("train") or ()))
+    one, how = isinstance(example, Tensor), config.posterior
+    found: dict[str, Any] = {
+        "task": "other", "metrics": {}, "calibrated": None, "validation": None, "posterior": None,
         "evaluated_on": "validation" if test is None else "test",
-    }
-    if isinstance(example, Tensor):
-        known |= {"input_shape": list(example.shape[1:]), "input_dtype": str(example.dtype).removeprefix("torch.")}
-    known |= {key: None if (own := getattr(data, key)) is None else list(own) for key in ("classes", "mean", "std")}
-    about: dict[str, Any] | None = None
+        "input_shape": list(example.shape[1:]) if one else None,
+        "input_dtype": str(example.dtype).removeprefix("torch.") if one else None,
+        **{key: None if (own := getattr(data, key)) is None else list(own) for key in ("classes", "mean", "std")},
+    }  # fmt: skip
     if isinstance(model, ParticleModel):
-        about = {
-            "method": config.posterior.method,
-            "particles": len(model),
-            "start": config.posterior.start,
-            "ood": None,
-        }
-    found = {"task": "other", "metrics": {}, "calibrated": None, "validation": None, **known, "posterior": about}
+        found["posterior"] = {"method": how.method, "particles": len(model), "start": how.start, "ood": None}
     test = held_out if test is None else test
     if test is None or not can_predict(likelihood):
         return found
@@ -326,7 +313,7 @@ def evaluate(
         watched, targets = predict(model, likelihood, held_out)
         if isinstance(watched, ClassPrediction) and isinstance(likelihood, Classification):
             temperature = fit_temperature(watched.particle_probabilities, targets)
-            if about is not None and config.posterior.calibrate:
+            if isinstance(model, ParticleModel) and how.calibrate:
                 likelihood.temperature = temperature
                 watched = dataclasses.replace(watched, temperature=temperature)
         found["validation"] = _metrics(watched, targets)
@@ -334,17 +321,17 @@ def evaluate(
     found["metrics"] = _metrics(prediction, targets)
     if temperature is not None:
         found["calibrated"] = {"temperature": temperature, **_metrics(prediction, targets, temperature)}
-    if about is not None:
+    if isinstance(model, ParticleModel):
+        about = found["posterior"]
         about["mean_log_likelihood"] = prediction.mean_log_likelihood(targets)
         if isinstance(prediction, ClassPrediction):
             about |= {"temperature": prediction.temperature, "disagreement": float(prediction.disagreement.mean())}
             about["uncalibrated"] = _metrics(prediction, targets, 1.0)
         if (outside := batches("outside")) is not None:
             beyond, _ = predict(model, likelihood, outside)
-            scores = {name: auroc(getattr(prediction, name), getattr(beyond, name)) for name in ("total", "epistemic")}
+            total, epistemic = (auroc(getattr(prediction, k), getattr(beyond, k)) for k in ("total", "epistemic"))
             name = getattr(data.outside, "name", "outside")
-            about["ood"] = {"name": name, "auroc": scores["total"], "auroc_epistemic": scores["epistemic"]}
-    found["posterior"] = about
+            about["ood"] = {"name": name, "auroc": total, "auroc_epistemic": epistemic}
     if isinstance(prediction, ClassPrediction | RegressionPrediction):
         found["task"] = "classification" if isinstance(prediction, ClassPrediction) else "regression"
         _write_predictions(folder, prediction, targets, test)
@@ -358,13 +345,11 @@ def _metrics(prediction: Any, targets: Tensor, temperature: float | None = None)
 
 
 def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data: Batches) -> None:
-    from safetensors.torch import save as serialised
-
     kept = {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
     if isinstance(prediction, RegressionPrediction):
         kept |= {"mean": prediction.mean, "std": prediction.std, "targets": targets}
     else:
-        hardest = prediction.total.argsort(descending=True)[:HARDEST]
+        hardest = prediction.total.argsort(descending=True)[:HARDEST].cpu()
         kept |= {"probabilities": prediction.mean, "labels": targets, "hardest": hardest}
         kept["hardest_particle_probabilities"] = prediction.particle_probabilities[:, hardest]
         inputs: dict[int, Tensor] = {}
@@ -377,28 +362,3 @@ def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data
             kept["hardest_inputs"] = torch.stack([inputs[i] for i in hardest.tolist()])
     stored = {name: t.float() if t.is_floating_point() else t for name, t in kept.items()}
     folder.write("predictions.safetensors", serialised({name: t.cpu().contiguous() for name, t in stored.items()}))
-
-
-def _facts(
-    config: RunConfig, data: SimpleNamespace, fitted: FitResult, disagreement: float, device: torch.device
-) -> dict[str, Any]:
-    """What only the end of training knows of a posterior."""
-    assert fitted.posterior is not None
-    batches = Batches(data.train, config.fit.batch_size, shuffle=True, device=device)
-    discrepancy = fitted.posterior.stein_discrepancy(islice(batches, STEIN_BATCHES))
-    diagnostics = vars(diagnose(fitted.posterior.particles)) | {"ksd": discrepancy}
-    left, started, different = len(fitted.posterior), config.posterior.particles, diagnostics["effective_particles"]
-    warnings = []
-    if left < started:
-        warnings.append(f"{started - left} of {started} particles were not finite and dropped. Try a smaller fit.lr.")
-    if different < COLLAPSED * left:
-        warnings.append(
-            f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them independently "
-            '(posterior.start = "independent"), or with a larger posterior.jitter.'
-        )
-    elif disagreement < AGREED:
-        warnings.append(
-            "The particles differ in their weights but hardly in their predictions: they disagree on "
-            f"{100 * disagreement:.2g} % of the test data. Start them independently, or train them longer."
-        )
-    return {"own_ranks": fitted.own_ranks, "diagnostics": diagnostics, "warnings": warnings}

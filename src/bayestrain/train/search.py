@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from bayestrain.compact import compact_
 from bayestrain.errors import ConfigError
 from bayestrain.nn import count_parameters, dense_parameters, factorized_weights
-from bayestrain.posterior import Posterior
 from bayestrain.train.config import FitConfig, plain
 from bayestrain.train.subject import Network
 
@@ -32,10 +30,9 @@ class Search:
     Attributes:
         ended: the epoch of the final cut.
         spectra: what the bonds held just before the final cut.
-        own_ranks: of a posterior, the ranks that each particle alone would have been cut to.
     """
 
-    KEPT = ("ended", "spectra", "own_ranks", "start", "change", "best", "missed")
+    KEPT = ("ended", "spectra", "start", "change", "best", "missed")
 
     def __init__(self, subject: Network, config: FitConfig, tell: Callable[[str, Any], None]) -> None:
         self.subject, self.config, self.tell = subject, config, tell
@@ -44,7 +41,6 @@ class Search:
         self.start = self.parameters
         self.ended: int | None = None
         self.spectra: dict[str, Any] = {}
-        self.own_ranks: dict[str, list[list[int]]] = {}
         self.change = 0.0
         """The largest relative change of a weight by a cut to the target size."""
         self.best: dict[str, Any] | None = None
@@ -104,9 +100,6 @@ class Search:
         tol = EMPTY if config.targets else config.round_tol
         if config.target_accuracy:
             messages.append(self._back_to_accuracy(metrics))
-        elif self.subject.posterior is not None and self.rule != "lambda":
-            budget = {"tol": tol} if target is None else {"parameters": target}
-            self.own_ranks = rank_spread(self.subject.posterior, **budget, rule=self.rule)
         if target is not None:
             first = self.subject.compact_(rule=self.rule, parameters=target)
         report = self.subject.compact_(tol, rule=self.rule)
@@ -156,13 +149,6 @@ def target_size(config: FitConfig, model: nn.Module) -> int | None:
     return (
         int(dense_parameters(model) / config.target_ratio) if config.target_ratio else config.target_parameters or None
     )
-
-
-def rank_spread(posterior: Posterior, **arguments: Any) -> dict[str, list[list[int]]]:
-    """``{layer: [[rank of every particle] for each bond]}``: what `compact_` would cut each particle to on its own."""
-    reports = [compact_(posterior.particle(i), **arguments) for i in range(len(posterior))]
-    layers = zip(*(report.layers for report in reports), strict=True)
-    return {rows[0].name: [list(bond) for bond in zip(*(row.ranks for row in rows), strict=True)] for rows in layers}
 
 
 def fewest_parameters(model: nn.Module) -> int:

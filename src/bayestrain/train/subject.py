@@ -63,18 +63,15 @@ class Network:
         self.config, self.device = config, device
         self.alive = torch.zeros(self.number, dtype=torch.bool, device=device)
         """The particles whose density and gradient were finite in any step since the last `repair`."""
-        self._ignored = {name for name, tensor in self.tensors()[1].items() if not bool(_finite(tensor).all())}
-        """Buffers that hold infinities from the start, such as masks."""
 
     @property
     def number(self) -> int:
         """Particles."""
         return 1
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters and buffers by name, stacked: ``(n, ...)``."""
-        parameters, buffers = self.template.named_parameters(), self.template.named_buffers()
-        return {name: p[None] for name, p in parameters}, {name: buffer[None] for name, buffer in buffers}
+    def parameters(self) -> dict[str, Tensor]:
+        """By name, stacked: ``(n, ...)``."""
+        return {name: p.detach()[None] for name, p in self.template.named_parameters()}
 
     def _named(self) -> list[tuple[str, Tensor]]:
         likelihood = [(f"likelihood.{name}", p) for name, p in self.likelihood.named_parameters()]
@@ -140,20 +137,16 @@ class Network:
 
     def repair(self) -> list[str]:
         """Drop particles that are not finite, and say so; raise if too few are left."""
-        parameters, buffers = self.tensors()
-        checked = {name: tensor for name, tensor in buffers.items() if name not in self._ignored}
-        for name, tensor in parameters.items():  # the prior has squares, which may overflow
-            checked[name] = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).square()
-        finite = {name: _finite(tensor) for name, tensor in checked.items()}
-        sane = torch.stack(list(finite.values())).all(0) & (self.alive | ~self.alive.any())
+        exact = {name: p.to(torch.promote_types(p.dtype, torch.float32)) for name, p in self.parameters().items()}
+        sums = {name: p.square().unsqueeze(-1).flatten(1).sum(1) for name, p in exact.items()}  # as the prior has them
+        sane = torch.stack(list(sums.values())).isfinite().all(0) & (self.alive | ~self.alive.any())
         broken = (~sane).nonzero().flatten().tolist()
         self.alive.zero_()
         if not broken:
             return []
         if self.number - len(broken) < self.fewest:
-            name = next((name for name, found in finite.items() if not bool(found.all())), "the density")
             where = f" in {len(broken)} of {self.number} particles" if self.number > 1 else ""
-            raise TrainingError(f"{name.removeprefix('model.')!r} has values that are not finite{where}")
+            raise TrainingError(f"weights have values that are not finite{where}")
         self.drop(broken)
         return [f"particles {broken} have values that are not finite and were dropped; {self.number} are left"]
 
@@ -162,9 +155,8 @@ class Network:
 
     def largest(self) -> str:
         """The name of the parameter with the largest or broken values."""
-        sizes = {name: float(p.detach().abs().max()) for name, p in self.tensors()[0].items() if p.numel()}
-        found = max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf, default="")
-        return found.removeprefix("model.")
+        sizes = {name: float(p.abs().max()) for name, p in self.parameters().items() if p.numel()}
+        return max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf, default="")
 
     def measure(self, batches: Batches) -> dict[str, float]:
         """The metrics of the predictions; for a likelihood that is a function, the log likelihood of the data."""
@@ -239,8 +231,8 @@ class Particles(Network):
     def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
         return self.posterior.method.optimizer
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return self.posterior.particles, self.posterior.carried
+    def parameters(self) -> dict[str, Tensor]:
+        return {name.removeprefix("model."): p.detach() for name, p in self.posterior.particles.items()}
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         ((x, y),) = batches
@@ -324,20 +316,17 @@ def predict(
 ) -> tuple[Any, Tensor]:
     """The prediction for all batches, on the CPU, and their targets."""
     parts: list[Any] = []
-    targets, several = [], isinstance(model, ParticleModel)
-    with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad():
+    targets = []
+    with nullcontext() if isinstance(model, ParticleModel) else evaluating(model), torch.no_grad():
         for x, y in batches:
             targets.append(y.cpu())
             if isinstance(model, ParticleModel):
                 parts.append(model.predict(x))
-            else:
-                with lowered(precision, batches.device):
-                    outputs = one_tensor(model(arranged(x)))
-                parts.append({name: found.cpu()[None] for name, found in likelihood.describe(outputs).items()})
-    if several:
-        return type(parts[0]).cat(parts), torch.cat(targets)
-    joined = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
-    return likelihood.prediction(joined), torch.cat(targets)
+                continue
+            with lowered(precision, batches.device):
+                described = likelihood.describe(one_tensor(model(arranged(x))))
+            parts.append(likelihood.prediction({name: found.cpu()[None] for name, found in described.items()}))
+    return type(parts[0]).cat(parts), torch.cat(targets)
 
 
 def can_predict(likelihood: Likelihood) -> bool:
@@ -375,11 +364,3 @@ def arranged(x: Any) -> Any:
     """Images channels last in memory on a GPU, where convolutions are faster on them."""
     last = torch.channels_last
     return apply(x, lambda t: t.contiguous(memory_format=last) if t.is_cuda and t.ndim == 4 else t)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    """Whether all values of each particle are finite; of tensors that cannot say, such as quantised ones, False."""
-    try:
-        return tensor.detach().isfinite().unsqueeze(-1).flatten(1).all(1)
-    except (NotImplementedError, RuntimeError):
-        return torch.zeros(len(tensor), dtype=torch.bool, device=tensor.device)

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from bayestrain.app.cli.screen import ranks_in_short
-from bayestrain.train.callbacks import Callback, Plan, ProgressPrinter, time_left
-from bayestrain.train.callbacks import Progress as Place
+from bayestrain.train.callbacks import Callback, Plan, ProgressPrinter
 
 
 class Bar(ProgressPrinter):
@@ -33,9 +32,9 @@ class Bar(ProgressPrinter):
         self.bar.update(self.task, total=plan.epochs, completed=plan.first_epoch)
         self.bar.start()
 
-    def on_step(self, progress: Place) -> None:
-        steps = self.plan.steps_per_epoch if self.plan else None
-        self._move(progress.epoch - 1 + (min(progress.step / steps, 1.0) if steps else 0.0))
+    def on_step(self, progress: Mapping[str, Any]) -> None:
+        if self.plan is not None:
+            self._move(progress["epoch"] - 1 + min(progress["step"] / self.plan.steps_per_epoch, 1.0))
 
     def on_epoch(self, record: Mapping[str, Any]) -> None:
         super().on_epoch(record)
@@ -45,10 +44,8 @@ class Bar(ProgressPrinter):
     def _move(self, done: float) -> None:
         if self.plan is None:
             return
-        behind, spent = done - self.plan.first_epoch, self.bar.tasks[0].elapsed or 0.0
-        left = time_left(spent / behind * (self.plan.epochs - done) if behind > 0 else None)
         epoch = f"epoch {min(int(done) + 1, self.plan.epochs)}/{self.plan.epochs}"
-        self.bar.update(self.task, completed=done, description=epoch, note="  ".join([*left, self.ranks]))
+        self.bar.update(self.task, completed=done, description=epoch, note="  ".join([*self.left(done), self.ranks]))
 
     def _print(self, text: str) -> None:
         self.printed = time.monotonic()
