@@ -1,12 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-DOCS_INSTALLED := .venv/.docs-installed
 PEERS := .venv-peers/bin
 PEERS_INSTALLED := .venv-peers/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint docs wheel bench bench-peers bench-gpu clean
+.PHONY: help install demo test test-fast lint docs wheel lock bench bench-peers bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,7 +13,7 @@ help: ## list the targets
 install: $(INSTALLED) ## make the environment .venv
 
 demo: $(INSTALLED) ## a loop of your own against a dense network, then a small posterior with its report
-	$(BIN)/python examples/own_loop.py
+	$(BIN)/python docs/tutorials/own_loop.py
 	$(BIN)/bayestrain train --particles 5 --overwrite --out runs/demo
 
 test: lint ## everything CI runs: lint, all tests, and the kits once more without perf
@@ -30,11 +29,11 @@ lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-docs: $(DOCS_INSTALLED) ## build the documentation site into site/
-	$(BIN)/mkdocs build --strict
+docs: $(INSTALLED) ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(INSTALLED) ## build the wheel and the source distribution into dist/
-	$(BIN)/python -m build
+	$(BIN)/python -m build --no-isolation
 
 bench: $(INSTALLED) ## speed on a CPU: the old house beside the new, layers, whole networks
 	$(BIN)/python benchmarks/old_and_new.py
@@ -48,12 +47,15 @@ clean: ## remove environments, caches and build output; runs/ stays
 	rm -rf .venv .venv-peers build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Installs again only when the dependencies or their pins changed.
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $@
+lock: $(INSTALLED) ## write requirements.lock again, after a change of constraints.txt
+	$(BIN)/python tools/lock.py
 
-$(DOCS_INSTALLED): $(INSTALLED)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+# Installs again only when the dependencies or their pins changed. Every package is checked against its hash, except for
+# torch: its build depends on the machine.
+$(INSTALLED): pyproject.toml constraints.txt requirements.lock
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/pip check
 	@touch $@
