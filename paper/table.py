@@ -8,7 +8,6 @@ Every seed's `result.json` is read, every summary is computed again from them, a
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +19,6 @@ from paper.published import PAPER
 from paper.records import KINDS, Group, RecordError, Run, figures, gather
 
 HERE = Path(__file__).parent
-READMES = (HERE / "README.md", HERE.parent / "README.md")
-"""Where the headline stands between two markers, if the file has them."""
-
 MARKERS = ("<!-- results: written by `make paper-table` -->", "<!-- end of results -->")
 
 NONE = "–"
@@ -77,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         print(write_table(options.results, options.out))
         if options.results.resolve() == HERE / "results" and options.out is None:
-            for path in READMES:
-                refresh(path, gather(options.results))
+            for path, tables in DOCUMENTS.items():
+                refresh(path, tables(gather(options.results)))
     except RecordError as error:
         sys.exit(str(error))
 
@@ -274,7 +270,7 @@ def _beside_single_networks(groups: Sequence[Group]) -> str:
     )
 
 
-# --- the headline of the READMEs --------------------------------------------------------------------------------------
+# --- the tables of the documents --------------------------------------------------------------------------------------
 
 HEADLINE = {
     "mnist": ("default", "x300", "svgd-50"),
@@ -288,39 +284,65 @@ def headline(experiments: dict[str, list[Group]]) -> str:
     """Two tables: accuracies at a size beside the paper and both dense networks, and log likelihoods of posteriors."""
     accuracies, likelihoods = [], []
     for name, (beside, smaller, posterior) in HEADLINE.items():
-        paper, groups = PAPER[name], {group.label: group for group in experiments[name]}
-
-        def accuracy(label: str, groups: dict[str, Group] = groups) -> str:
-            return percent(groups[label].summary["accuracy"]["mean"])
-
-        def ratio(label: str, groups: dict[str, Group] = groups) -> str:
-            return times(groups[label].summary["ratio"]["mean"])
-
+        paper, means = PAPER[name], _means(experiments[name])
         accuracies.append({
             "test accuracy": paper.title,
             "the paper, dense": percent(paper.dense_accuracy, 1),
             "the paper": f"{times(paper.ratio)}, {percent(paper.accuracy, 1)}",
-            "ours, dense": accuracy("dense"),
-            "BayesTrain": f"{ratio(beside)}, **{accuracy(beside)}**",
-            "smaller still": f"{ratio(smaller)}, {accuracy(smaller)}",
+            "ours, dense": percent(means["dense"]["accuracy"]),
+            "BayesTrain": f"{times(means[beside]['ratio'])}, **{percent(means[beside]['accuracy'])}**",
+            "smaller still": f"{times(means[smaller]['ratio'])}, {percent(means[smaller]['accuracy'])}",
         })  # fmt: skip
-        group = groups[posterior]
-        assert group.first.posterior is not None
-        single, together = (group.summary[key]["mean"] for key in ("mean_log_likelihood", "log_likelihood"))
+        (several,) = (group.first.posterior for group in experiments[name] if group.label == posterior)
+        found, size = means[posterior], times(means[posterior]["ratio"])
         likelihoods.append({
-            "log likelihood of a posterior": f"{paper.title}, {group.first.posterior.particles} particles",
+            "log likelihood of a posterior": f"{paper.title}, {several.particles if several else 1} particles",
             "the paper": f"{times(paper.ratio)}, {signed(paper.log_likelihood, 3)}",
-            "BayesTrain, mean of the particles": f"{ratio(posterior)}, **{signed(single, 3)}**",
-            "all particles together, calibrated": signed(together, 3),
+            "BayesTrain, mean of the particles": f"{size}, **{signed(found['mean_log_likelihood'], 3)}**",
+            "all particles together, calibrated": signed(found["log_likelihood"], 3),
         })  # fmt: skip
     return "\n\n".join(markdown(lines, tuple(lines[0])) for lines in (accuracies, likelihoods))
 
 
-def refresh(path: Path, experiments: dict[str, list[Group]]) -> None:
-    """Write the headline between the markers of a README, if it has them."""
+SHORT = {"mnist": "default", "cifar10-cnn": "x32", "cifar10-resnet110": "x11"}
+"""The lines of the README's one table."""
+
+
+def short(experiments: dict[str, list[Group]]) -> str:
+    """One line per experiment: our network, the dense one of the same recipe, and both of the paper."""
+    lines = []
+    for name, label in SHORT.items():
+        paper, means = PAPER[name], _means(experiments[name])
+        lines.append({
+            "test set, mean over seeds": paper.title,
+            "parameters": f"{means[label]['params']:,.0f}",
+            "times smaller": f"{means[label]['ratio']:.3g}",
+            "accuracy": percent(means[label]["accuracy"]),
+            "dense, same recipe": percent(means["dense"]["accuracy"]),
+            "the paper": f"{times(paper.ratio)} at {percent(paper.accuracy, 1)}",
+            "the paper, dense": percent(paper.dense_accuracy, 1),
+        })  # fmt: skip
+    return markdown(lines, tuple(lines[0]))
+
+
+def _means(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Per label, the means over seeds."""
+    return {
+        group.label: {key: value["mean"] for key, value in group.summary.items() if isinstance(value, dict)}
+        for group in groups
+    }
+
+
+DOCUMENTS = {HERE / "README.md": headline, HERE.parent / "docs" / "results.md": headline,
+             HERE.parent / "README.md": short}  # fmt: skip
+"""The documents with tables of results, which stand between two markers."""
+
+
+def refresh(path: Path, tables: str) -> None:
+    """Write the tables between the markers of a document."""
     text = path.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(MARKERS[0])}.*?{re.escape(MARKERS[1])}", re.DOTALL)
-    again = pattern.sub(lambda _: f"{MARKERS[0]}\n\n{headline(experiments)}\n\n{MARKERS[1]}", text)
+    before, rest = text.split(MARKERS[0])
+    again = f"{before}{MARKERS[0]}\n\n{tables}\n\n{MARKERS[1]}{rest.split(MARKERS[1])[1]}"
     if again != text:
         write_atomically(path, again)
 

@@ -1,0 +1,73 @@
+"""The wheel has everything the README needs, and every dependency is pinned, by hash but for torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(text: str) -> dict[str, str]:
+    """Names and versions of a requirements file."""
+    return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)}
+
+
+def test_the_lock_has_the_hashes_of_all_pins_but_torch() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    versions = pins((ROOT / "constraints.txt").read_text())
+    assert pins(lock) == {name: version for name, version in versions.items() if name != "torch"}, "run `make lock`"
+    entries = re.split(r"^(?=[\w.-]+==)", lock, flags=re.MULTILINE)[1:]
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    versions = pins((ROOT / "constraints.txt").read_text())
+    assert {normal(re.split(r"[\[<>=~]", one)[0].strip()) for one in wanted} <= set(versions)
+
+
+@pytest.mark.slow
+def test_the_wheel_in_an_empty_environment_runs_the_readmes_code(tmp_path: Path) -> None:
+    """Built, installed without dependencies, and run away from the checkout; dependencies are this environment's."""
+    quiet = {"capture_output": True, "text": True, "check": True}
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, **quiet)
+    (wheel,) = tmp_path.glob("bayestrain-*.whl")
+    files = set(zipfile.ZipFile(wheel).namelist())
+    for path in (ROOT / "src" / "bayestrain").rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            assert path.relative_to(ROOT / "src").as_posix() in files
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], **quiet)
+    python = tmp_path / "venv" / "bin" / "python"
+    (own,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], **quiet)
+    (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # after ours on the path
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    check = f"import bayestrain\nassert bayestrain.__file__.startswith({str(own)!r}), bayestrain.__file__\n"
+    (tmp_path / "readme.py").write_text(check + blocks[0].replace("range(10)", "range(2)") + "\n".join(blocks[1:]))
+    outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([str(python), "readme.py"], cwd=tmp_path, env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "test accuracy" in done.stdout
+    said = subprocess.run([str(python.with_name("bayestrain")), "--help"], env=outside, **quiet).stdout
+    assert "train" in said
