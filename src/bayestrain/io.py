@@ -1,7 +1,8 @@
-"""Saved models and posteriors: a folder with the tensors (safetensors) and ``model.json``, which says what they are.
+"""Saved models and posteriors: a folder with the tensors (safetensors) and ``model.json``, which describes them.
 
 The JSON describes every factorised weight: format, equation, layout and shapes of its cores. So a model whose ranks
-were found in training is rebuilt from a freshly built dense network, whatever the format. Both files hold data only.
+were found in training is rebuilt from a freshly built dense network, whatever the format. Both files hold data only,
+and the sizes in them are compared with each other before anything is allocated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,17 @@ from bayestrain.posterior import Classification, Joint, Likelihood, ParticleMode
 
 VERSION = 1
 WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
+SHARED = "shared."
+"""Stands before the names of frozen parameters, which all particles share."""
+
 LARGEST_DESCRIPTION, LARGEST_SIZE, MOST_SIZES = 64 << 20, 1 << 40, 64
 """Bounds on what is read: bytes of the JSON, a size in it, and how many sizes stand in one list."""
+
+LIKELIHOODS: dict[str, tuple[Callable[[Any], Likelihood], str]] = {
+    "classification": (Classification, "temperature"),
+    "regression": (Regression, "noise"),
+}
+"""Likelihoods that a file can describe, each with its setting."""
 
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
@@ -41,8 +50,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     Args:
         model: any network, or a posterior.
         path: the folder.
-        about: stored in ``model.json`` as it is. ``{"model": "package.module:function"}`` names a function without
-            arguments that builds the network, so that `load` can rebuild it.
+        about: stored in ``model.json`` as it is.
     """
     network = model if isinstance(model, nn.Module) else model.template
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
@@ -51,7 +59,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     if not isinstance(model, nn.Module):
         own |= {"kind": "posterior", "particles": len(model), "likelihood": _describe_likelihood(model.likelihood)}
         tensors, buffers = {**model.particles, **model.carried}, set(model.carried)
-        tensors |= {f"shared.{name}": p for name, p in model.joint.named_parameters() if name not in model.particles}
+        tensors |= {SHARED + name: p for name, p in model.joint.named_parameters() if name not in model.particles}
     _check_savable(network, tensors, buffers)
     own |= {"parameters": count_parameters(network), "dense_parameters": dense_parameters(network)}
     own["weights"] = {name: _describe(network, weight) for name, weight in factorized_weights(network).items()}
@@ -68,13 +76,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     write_atomically(folder / DESCRIPTION, text)
 
 
-def load(
-    path: Path | str,
-    into: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
-    *,
-    trust_builder: bool = False,
-) -> Any:
+def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None) -> Any:
     """Read a saved model, in evaluation mode, or a saved posterior (a `ParticleModel`), ready to predict.
 
     Args:
@@ -82,24 +84,26 @@ def load(
         into: a freshly built network, before or after `tensorize_`. Its layers are replaced where they were factorised,
             its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
-        trust_builder: instead of passing `into`, call the function that the file names. That imports and runs code by
-            a name that stands in the file, so pass it only for files you trust.
     """
     folder, description = read_description(path)
     posterior = description["kind"] == "posterior"
     if posterior and likelihood is None:
         likelihood = _likelihood(folder, description.get("likelihood"))
     file = folder / (PARTICLES if posterior else WEIGHTS)
-    model = _build(folder, description.get("model"), trust_builder) if into is None else into
     tensors = _read_tensors(file, description)
-    _rebuild(folder, description, model, _of_network(tensors, posterior))
+    _rebuild(folder, description, into)
     try:
-        if not posterior:
-            return _filled(model, tensors).eval()
-        assert likelihood is not None
-        return _particles(Joint(model, copy.deepcopy(likelihood)), tensors, description["particles"])
+        if likelihood is None or not posterior:
+            return _fill(into, tensors).eval()
+        joint = Joint(into, copy.deepcopy(likelihood))
+        _fill(joint, _of_one(tensors, 0))
     except RuntimeError as error:
         raise DataError(f"{file} is not the one that {DESCRIPTION} describes: {error}") from error
+    particles, carried = (
+        {name: tensors[name].to(own.device) for name, own in owned if name in tensors}
+        for owned in (joint.named_parameters(), joint.named_buffers())
+    )
+    return ParticleModel(joint.eval(), particles, carried)
 
 
 # --- the description --------------------------------------------------------------------------------------------------
@@ -107,14 +111,13 @@ def load(
 
 def _describe(network: nn.Module, weight: FactorizedWeight) -> dict[str, Any]:
     """One factorised weight as data."""
-    layout = weight.layout
     owner = next((module for module in network.modules() if weight in module.children()), weight)
     return {
         "module": next(name for name, module in network.named_modules() if module is weight),
         "layer": type(owner).__name__,
         "format": weight.format.name,
         "equation": str(weight.equation),
-        "layout": {key: getattr(layout, key) for key in ("name", "shape", "axes", "splits", "modes")},
+        "layout": {key: getattr(weight.layout, key) for key in ("name", "shape", "axes", "splits", "modes")},
         "cores": [list(core.shape) for core in weight.cores],
         "ranks": weight.ranks,
         "parameters": weight.numel,
@@ -123,21 +126,16 @@ def _describe(network: nn.Module, weight: FactorizedWeight) -> dict[str, Any]:
 
 
 def _describe_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
-    if isinstance(likelihood, Classification):
-        return {"kind": "classification", "temperature": likelihood.temperature}
-    if isinstance(likelihood, Regression):
-        return {"kind": "regression", "noise": likelihood.noise}
-    return None
+    known = ((kind, setting) for kind, (own, setting) in LIKELIHOODS.items() if type(likelihood) is own)
+    return next(({"kind": kind, setting: getattr(likelihood, setting)} for kind, setting in known), None)
 
 
 def _likelihood(folder: Path, about: object) -> Likelihood:
-    known = about if isinstance(about, dict) else {}
     try:
-        if known.get("kind") == "classification":
-            return Classification(known.get("temperature", 1.0))
-        if known.get("kind") == "regression":
-            return Regression(known.get("noise"))
-    except (BayesTrainError, TypeError) as error:
+        if isinstance(about, dict) and about["kind"] in LIKELIHOODS:
+            kind, setting = LIKELIHOODS[about["kind"]]
+            return kind(about[setting])
+    except (BayesTrainError, KeyError, TypeError) as error:
         raise DataError(f"{folder / DESCRIPTION} is damaged: {error}") from error
     raise ConfigError(f"{folder / DESCRIPTION} names no likelihood of BayesTrain. Pass yours: load(.., likelihood=..).")
 
@@ -163,35 +161,32 @@ def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
         if found["kind"] not in ("model", "posterior"):
             raise ValueError(f"{found['kind']!r} is no kind")
         if found["kind"] == "posterior":
-            _sizes([found["particles"]], 1)
+            _sizes([found["particles"]])
         for weight in found["weights"].values():
             if not all(isinstance(weight[key], str) for key in ("module", "format", "equation")):
                 raise TypeError("module, format and equation must be text")
-            known = weight["layout"]
-            sizes = {key: _sizes(known[key], depth) for key, depth in (("shape", 1), ("axes", 1), ("splits", 2))}
-            weight["layout"] = {**sizes, "modes": _sizes(known["modes"], 2, least=0), "name": str(known["name"])}
-            weight["cores"] = _sizes(weight["cores"], 2)
+            layout = {key: _sizes(weight["layout"][key]) for key in ("shape", "axes", "splits", "modes")}
+            weight["layout"] = Layout(**layout, name=str(weight["layout"]["name"]))
+            weight["cores"] = _sizes(weight["cores"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{file} is damaged: {type(error).__name__}, {error}.") from error
     return folder, found
 
 
-def _sizes(value: object, depth: int, least: int = 1) -> tuple[Any, ...]:
-    """Lists of sizes, one in the other, as tuples; raises if there are other things in them, or too large ones."""
-    if not isinstance(value, list) or len(value) > MOST_SIZES:
-        raise TypeError(f"a list of at most {MOST_SIZES} must stand where there is {str(value)[:40]}")
-    if depth > 1:
-        return tuple(_sizes(each, depth - 1, least) for each in value)
-    if any(not isinstance(each, int) or isinstance(each, bool) or not least <= each <= LARGEST_SIZE for each in value):
-        raise ValueError(f"{str(value)[:40]} is no list of sizes")
-    return tuple(value)
+def _sizes(value: object) -> Any:
+    """Sizes, in lists or lists of lists, as tuples; raises if there are other things in them, or too large ones."""
+    if isinstance(value, list) and len(value) <= MOST_SIZES:
+        return tuple(map(_sizes, value))
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_SIZE:
+        return value
+    raise ValueError(f"{str(value)[:40]} is no size or short list of sizes")
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def _check_savable(network: nn.Module, tensors: Mapping[str, Any], buffers: set[str]) -> None:
-    """Refuse what would not load, and what nobody wants to load."""
+    """Refuse what would not load, or would be useless."""
     if any(weight.rank_state is not None for weight in factorized_weights(network).values()):
         raise ConfigError(
             "The model still carries lambda. Call prior.remove_() before saving it for use, "
@@ -223,46 +218,38 @@ def _serialised(tensors: Mapping[str, Tensor]) -> bytes:
     return serialise({n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in first.values()})
 
 
-def _of_network(tensors: Mapping[str, Any], posterior: bool) -> dict[str, Any]:
-    """Tensors, or their shapes, by their names in the network, without the axis of the particles."""
-    if not posterior:
-        return dict(tensors)
-    shared, own = "shared.model.", "model."
-    return {name.removeprefix(shared): tensors[name] for name in tensors if name.startswith(shared)} | {
-        name.removeprefix(own): tensors[name][0 if isinstance(tensors[name], Tensor) else slice(1, None)]
-        for name in tensors
-        if name.startswith(own)
-    }
-
-
 def _read_tensors(file: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a file; its header must agree with the description before any of them is read."""
     from safetensors import SafetensorError, safe_open
 
-    wrong = f"{file} is not the one that {DESCRIPTION} describes"
+    wrong, n = f"{file} is not the one that {DESCRIPTION} describes", description.get("particles")
+    posterior = description["kind"] == "posterior"
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            posterior, n = description["kind"] == "posterior", description.get("particles")
-            if posterior and any(not name.startswith("shared.") and shapes[name][:1] != (n,) for name in shapes):
+            if posterior and any(shape[:1] != (n,) for name, shape in shapes.items() if not name.startswith(SHARED)):
                 raise DataError(f"{wrong}: it does not hold {n} particles.")
-            there = _of_network(shapes, posterior)
+            one = _of_one(shapes, slice(1, None)) if posterior else shapes
             for weight in description["weights"].values():
                 for k, wanted in enumerate(weight["cores"]):
-                    if (found := there.get(name := _core(weight, k))) != wanted:
+                    parts = ("model" if posterior else "", weight["module"], f"cores.{k}")
+                    if (found := one.get(name := ".".join(filter(None, parts)))) != wanted:
                         raise DataError(f"{wrong}: {name} needs shape {wanted}, there is {found or 'nothing'}.")
-            return {name: opened.get_tensor(name) for name in shapes}
+            tensors = {name: opened.get_tensor(name) for name in shapes}
     except (SafetensorError, OSError) as error:
         raise DataError(f"{file} is missing or damaged: {error}") from error
+    if broken := [name for name, tensor in tensors.items() if bool(tensor.isnan().any())]:
+        raise DataError(f"{file} has NaN values in {broken[0]!r}. Save the model again from before that.")
+    return tensors
 
 
-def _core(weight: Mapping[str, Any], number: int) -> str:
-    """The name of a core in the network."""
-    return f"{weight['module']}.cores.{number}".removeprefix(".")
+def _of_one(stacked: Mapping[str, Any], first: int | slice) -> dict[str, Any]:
+    """What belongs to one particle, by its name in the joint module; frozen parameters are shared by all."""
+    return {n.removeprefix(SHARED): t if n.startswith(SHARED) else t[first] for n, t in stacked.items()}
 
 
-def _filled(model: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """The model with the values and types of the file."""
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Give a model the values and types of the file; tensors with several names are in it under one of them."""
     places: dict[object, list[str]] = {}
     for name, own in model.state_dict(keep_vars=True).items():
         places.setdefault(_place(own) if isinstance(own, Tensor) else name, []).append(name)
@@ -270,89 +257,38 @@ def _filled(model: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
     for names in places.values():
         for known in [name for name in names if name in tensors][:1]:
             found |= {name: tensors[known] for name in names if name not in tensors}
-    _take_types(model, found)
+    for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, own in pairs:
+            if name in found:
+                own.data = own.data.to(found[name].dtype)  # so that what is copied into it is not rounded
     lacking, unknown = model.load_state_dict(found, strict=False)
     if lacking or unknown:
         raise RuntimeError(f"the file and the network do not have these in common: {', '.join([*unknown, *lacking])}")
     return model
 
 
-def _take_types(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give every parameter and buffer its type in the file, so that what is copied into it is not rounded."""
-    for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, own in pairs:
-            if name in tensors:
-                own.data = own.data.to(tensors[name].dtype)
-
-
-def _particles(joint: Joint, tensors: Mapping[str, Tensor], n: int) -> ParticleModel:
-    """The particles of a posterior; frozen parameters go into its network."""
-    _take_types(joint, {name.removeprefix("shared."): tensor for name, tensor in tensors.items()})
-    buffers = dict(joint.named_buffers())
-    own = {**dict(joint.named_parameters()), **buffers}
-    if odd := own.keys() ^ {name.removeprefix("shared.") for name in tensors}:
-        raise RuntimeError(f"the file and the network do not have these in common: {', '.join(sorted(odd))}")
-    particles: dict[str, Tensor] = {}
-    carried: dict[str, Tensor] = {}
-    for name, tensor in own.items():
-        shared = tensors.get(f"shared.{name}")
-        found = tensors[name] if shared is None else shared
-        wanted = (n, *tensor.shape) if shared is None else tuple(tensor.shape)
-        if tuple(found.shape) != wanted:
-            raise RuntimeError(f"{name} needs shape {wanted}, there is {tuple(found.shape)}.")
-        if shared is None:
-            (carried if name in buffers else particles)[name] = found.to(tensor.device)
-        else:
-            tensor.data.copy_(found)
-    return ParticleModel(joint.eval(), particles, carried)
-
-
 # --- rebuilding -------------------------------------------------------------------------------------------------------
 
 
-def _build(folder: Path, name: object, trusted: bool) -> nn.Module:
-    """The network that a description names, if that is allowed."""
-    file = folder / DESCRIPTION
-    if not isinstance(name, str) or ":" not in name:
-        raise ConfigError(f"{file} names no function that builds the network. Build it and pass it: load(.., into=..).")
-    if not trusted:
-        raise ConfigError(
-            f"{file} says that {name} builds the network. Build it and pass it, load(.., into=..), or, if you trust "
-            "the file, load(.., trust_builder=True): that imports and runs code by that name."
-        )
-    module, _, function = name.partition(":")
-    try:
-        build: Callable[[], object] = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{file} names {name}, which cannot be imported: {error}. Pass into=..") from error
-    model = build()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{name} must return an nn.Module, got {type(model).__name__}.")
-    return model
-
-
-def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module) -> None:
     """Put factorised weights in place where the description has them; all are built before the first one is put in."""
     if lazy := [name for name, layer in model.named_modules() if is_lazy(layer)]:
         raise ConfigError(
             f"The network given has lazy layers without weights: {', '.join(lazy)}. Run one batch through it first."
         )
     built: dict[nn.Module, nn.Module] = {}
-    same: list[tuple[FactorizedWeight, list[Tensor]]] = []
     for name, about in description["weights"].items():
         try:
             layer = model.get_submodule(name)
         except AttributeError as error:
             raise ConfigError(f"The network given is not the one that was saved in {folder}: {error}.") from error
         old = layer.factorized if isinstance(layer, TensorLayer) else layer
-        cores = [tensors[_core(about, k)] for k in range(len(about["cores"]))]
         try:
-            weight = _weight(about, old, cores)
+            weight = _weight(about, old)
         except (BayesTrainError, IndexError) as error:
             raise DataError(f"{folder / DESCRIPTION} cannot be used for layer {name!r}: {error}") from error
         if isinstance(old, FactorizedWeight) and (old.format, old.layout) == (weight.format, weight.layout):
-            same.append((old, cores))
-            continue
+            continue  # it takes other ranks from the file by itself
         shape = getattr(old if isinstance(old, FactorizedWeight) else getattr(old, "weight", None), "shape", ())
         if shape != weight.shape or old is model or type(old) not in (FactorizedWeight, *TWINS):
             raise ConfigError(
@@ -362,18 +298,15 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, ten
             )
         built[old] = weight if isinstance(old, FactorizedWeight) else TWINS[type(old)].of(old, weight)
     replace_layers(model, built)
-    for old, cores in same:
-        old.set_cores(cores)  # perhaps with other ranks
 
 
-def _weight(about: Mapping[str, Any], old: nn.Module, cores: list[Tensor]) -> FactorizedWeight:
-    """The weight that a description stands for, with these cores."""
-    layout = Layout(**about["layout"])
-    format = old.format if isinstance(old, FactorizedWeight) else None
+def _weight(about: Mapping[str, Any], old: nn.Module) -> FactorizedWeight:
+    """The weight that a description stands for; its values come later."""
+    layout, format = about["layout"], old.format if isinstance(old, FactorizedWeight) else None
     if format is None or format.name != about["format"]:  # otherwise perhaps one of the user's
         format = get(about["format"])
     if (equation := str(format.equation(layout.sizes))) != about["equation"]:
         raise ShapeError(f"the format {format.name!r} has the equation {equation} here, not {about['equation']}.")
-    like = next(old.parameters(), cores[0])
-    weight = FactorizedWeight(format, layout, [core.to(like.device, copy=True) for core in cores])
-    return weight.requires_grad_(like.requires_grad)
+    like = next(old.parameters(), torch.empty(0))
+    cores = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in about["cores"]]
+    return FactorizedWeight(format, layout, cores).requires_grad_(like.requires_grad)

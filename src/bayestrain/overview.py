@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ SLOWER = 1.05
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One factorised weight; the last five fields are None without an input, or where nothing is known."""
+    """One factorised weight; the last four fields are None without an input, or where nothing is known."""
 
     name: str
     format: str
@@ -29,17 +30,18 @@ class SummaryRow:
     ranks: tuple[int, ...]
     parameters: int
     dense_parameters: int
-    input_shape: tuple[int, ...] | None = None
     plan: str | None = None
     operations: float | None = None
     """Multiplications relative to the dense layer's."""
     seconds: float | None = None
     dense_seconds: float | None = None
 
-    @property
-    def ratio(self) -> float | None:
-        """Predicted time relative to the dense layer's."""
-        return None if self.seconds is None or not self.dense_seconds else self.seconds / self.dense_seconds
+    def cells(self) -> list[str]:
+        """The row as text."""
+        size = [f"{self.parameters:,}", f"{self.dense_parameters:,}", f"{self.dense_parameters / self.parameters:.3g}"]
+        about = [self.name, f"{self.format} {self.layout}", times(self.shape), " ".join(map(str, self.ranks))]
+        ratio = self.seconds / self.dense_seconds if self.seconds and self.dense_seconds else None
+        return [*about, *size, self.plan or "", *("" if v is None else f"{v:.2f}" for v in (self.operations, ratio))]
 
 
 @dataclass(frozen=True)
@@ -49,53 +51,30 @@ class Summary:
     rows: tuple[SummaryRow, ...]
     parameters: int
     dense_parameters: int
-    training: bool
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller the model is than with dense layers."""
-        return self.dense_parameters / max(self.parameters, 1)
 
     def verdict(self) -> str:
         """One or two sentences: the size, and where the layers are predicted to be slower than dense ones."""
-        size = f"{self.parameters:,} parameters, {self.ratio:.3g} times fewer than the dense {self.dense_parameters:,}."
         if not self.rows:
             return f"No layer is factorised. {self.parameters:,} parameters. Call bayestrain.tensorize_(model)."
-        timed = [row for row in self.rows if row.ratio is not None]
+        ratio = self.dense_parameters / max(self.parameters, 1)
+        size = f"{self.parameters:,} parameters, {ratio:.3g} times fewer than the dense {self.dense_parameters:,}."
+        timed = [(row.name, row.seconds, row.dense_seconds) for row in self.rows if row.seconds and row.dense_seconds]
         if not timed:
             return size
-        what = "training step" if self.training else "forward pass"
-        seconds, dense = (
-            sum(v or 0.0 for v in vs) for vs in zip(*((r.seconds, r.dense_seconds) for r in timed), strict=True)
-        )
-        slower = [row.name for row in timed if (row.ratio or 0.0) > SLOWER]
-        if not slower:
-            return f"{size} Predicted time of these layers in a {what}: {seconds / dense:.2f} of dense."
+        relative = sum(seconds for _, seconds, _ in timed) / sum(dense for _, _, dense in timed)
+        size += f" Predicted time of these layers: {relative:.2f} of dense."
+        slower = [name for name, seconds, dense in timed if seconds > SLOWER * dense]
         few = ", ".join(slower[:3]) + (", .." if len(slower) > 3 else "")
-        return (
-            f"{size} Predicted to be slower than dense at these ranks: {len(slower)} of {len(timed)} layers ({few}); "
-            f"together their {what} takes {seconds / dense:.2f} of dense. Lower ranks make it faster."
-        )
+        advice = f" Slower than dense at these ranks: {len(slower)} of {len(timed)} ({few}). Lower ranks are faster."
+        return size + (advice if slower else "")
 
     def __str__(self) -> str:
         if not self.rows:
             return self.verdict()
         header = ["layer", "format", "shape", "ranks", "parameters", "dense", "times smaller"]
-        planned = any(row.plan is not None for row in self.rows)
-        rows = []
-        for row in self.rows:
-            line = [
-                row.name, f"{row.format} {row.layout}", times(row.shape), " ".join(map(str, row.ranks)),
-                f"{row.parameters:,}", f"{row.dense_parameters:,}", f"{row.dense_parameters / row.parameters:.3g}",
-            ]  # fmt: skip
-            if planned:
-                work = "" if row.operations is None else f"{row.operations:.2f}"
-                line += [row.plan or "", work, "" if row.ratio is None else f"{row.ratio:.2f}"]
-            rows.append(line)
-        left = 4
-        if planned:
+        if any(row.plan is not None for row in self.rows):
             header += ["runs", "multiplications / dense", "time / dense"]
-        return text_table(header, rows, left_columns=left) + "\n" + self.verdict()
+        return text_table(header, [row.cells()[: len(header)] for row in self.rows], 4) + "\n" + self.verdict()
 
 
 def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -> Summary:
@@ -108,27 +87,23 @@ def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -
     """
     inputs = {} if x is None else _inputs(model, x)
     rows = []
-    for name, module in model.named_modules():
-        if isinstance(module, FactorizedWeight):
-            owner = model.get_submodule(layer_name(name)) if layer_name(name) != name else None
-            layer = owner if isinstance(owner, TensorLayer) else None
-            known = (
-                layer_name(name), module.format.name, module.layout.name, module.shape,
-                module.format.shown_ranks(module.ranks),
-                module.numel if layer is None else layer.parameters_left,
-                module.dense_numel if layer is None else layer.dense_parameters,
-            )  # fmt: skip
-            rows.append(
-                SummaryRow(
-                    *known, *(_plan(layer, inputs[layer], training) if layer is not None and layer in inputs else ())
-                )
-            )
-    return Summary(tuple(rows), count_parameters(model), dense_parameters(model), training)
+    for name, weight in model.named_modules():
+        if isinstance(weight, FactorizedWeight):
+            layer = model.get_submodule(layer_name(name))
+            known = layer_name(name), weight.format.name, weight.layout.name, weight.shape
+            ranks = weight.format.shown_ranks(weight.ranks)
+            left, dense = count_parameters(layer), dense_parameters(layer)
+            plan: tuple[Any, ...] = ()
+            if isinstance(layer, TensorLayer) and layer in inputs:
+                perf, given = fast(), inputs[layer]
+                plan = (perf and perf.expect(layer, given, training)) or layer.plan(given)
+            rows.append(SummaryRow(*known, ranks, left, dense, *plan))
+    return Summary(tuple(rows), count_parameters(model), dense_parameters(model))
 
 
-def _inputs(model: nn.Module, x: Tensor) -> dict[nn.Module | None, Tensor]:
+def _inputs(model: nn.Module, x: Tensor) -> dict[nn.Module, Tensor]:
     """The last input of every factorised layer."""
-    found: dict[nn.Module | None, Tensor] = {}
+    found: dict[nn.Module, Tensor] = {}
 
     def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         (found[layer],) = (*args, *kwargs.values())
@@ -142,14 +117,3 @@ def _inputs(model: nn.Module, x: Tensor) -> dict[nn.Module | None, Tensor]:
         for hook in hooks:
             hook.remove()
     return found
-
-
-def _plan(
-    layer: TensorLayer, x: Tensor, training: bool
-) -> tuple[tuple[int, ...], str, float, float | None, float | None]:
-    """The input's shape, how the layer runs on it, multiplications relative to dense, and predicted seconds."""
-    perf = fast()
-    expected = None if perf is None else perf.expect(layer, x, training)
-    if expected is not None:
-        return (tuple(x.shape), *expected)
-    return tuple(x.shape), *layer.plan(x), None, None

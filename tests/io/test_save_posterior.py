@@ -119,12 +119,10 @@ def test_a_broken_particle_is_not_saved(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     posterior, _ = trained()
     save(posterior, tmp_path)
-    with pytest.raises(ConfigError, match=r"names no function that builds the network"):
-        load(tmp_path)
     file = tmp_path / "posterior.safetensors"
     tensors = load_file(file)
     for change, message in (
-        ({"model.6.bias": tensors["model.6.bias"][:, :2]}, r"model\.6\.bias needs shape \(3, 3\), there is \(3, 2\)"),
+        ({"model.6.bias": tensors["model.6.bias"][:, :2]}, r"(?s)not the one that .* describes.*model\.6\.bias"),
         ({"model.6.bias": tensors["model.6.bias"][:2]}, "it does not hold 3 particles"),
         ({"model.7.bias": torch.zeros(3, 1)}, r"do not have these in common: model\.7\.bias"),
         ({"model.4.factorized.cores.0": torch.zeros(3, 2, 2)}, r"4\.factorized\.cores\.0 needs shape"),

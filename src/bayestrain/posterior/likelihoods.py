@@ -1,4 +1,4 @@
-"""What the outputs of a network say about targets: the log probability of a datum, and what is predicted."""
+"""How the outputs of a network give the probability of targets: the log probability of a datum, and what is predicted."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Regression(Likelihood):
         noise: the standard deviation. None learns it: `log_variance` is then a parameter of each particle.
     """
 
-    log_variance: nn.Parameter | None
+    log_variance: Tensor
 
     def __init__(self, noise: float | None = None) -> None:
         super().__init__()
@@ -112,46 +112,37 @@ class Regression(Likelihood):
                 f"noise is a standard deviation and must be positive and finite, got {noise}. Omit it to learn it."
             )
         self.noise = noise
-        self.register_parameter("log_variance", nn.Parameter(torch.zeros(())) if noise is None else None)
+        if noise is None:
+            self.log_variance = nn.Parameter(torch.zeros(()))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self._check(outputs)
+        mean, variance = self.describe(outputs).values()
         if targets.shape != outputs.shape:
             raise ShapeError(
                 f"Targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
                 "For one output per datum type outputs.squeeze(1) in the network, or targets[:, None]."
             )
-        outputs = full_precision(outputs)
-        log_variance = self._log_variance(outputs)
-        squares = (targets.to(outputs.dtype) - outputs).square()
-        each = -0.5 * (squares * torch.exp(-log_variance) + log_variance + math.log(2 * math.pi))
+        squares = (targets.to(mean.dtype) - mean).square()
+        each = -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi))
         return each.sum(1) if each.ndim == 2 else each
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return ``mean`` and ``variance``, both in the outputs' shape."""
-        self._check(outputs)
-        outputs = full_precision(outputs)
-        return {"mean": outputs, "variance": self._log_variance(outputs).exp().expand_as(outputs)}
+        if outputs.ndim not in (1, 2):
+            raise ShapeError(
+                f"Regression needs outputs of shape (B,) or (B, K), got {tuple(outputs.shape)}. "
+                "Flatten what belongs to one datum: outputs.flatten(1)."
+            )
+        mean = full_precision(outputs)
+        if self.noise is not None:
+            return {"mean": mean, "variance": torch.full_like(mean, self.noise**2)}
+        return {"mean": mean, "variance": self.log_variance.to(mean.dtype).exp().expand_as(mean)}
 
     def prediction(self, described: Mapping[str, Tensor]) -> RegressionPrediction:
         return RegressionPrediction(described["mean"], described["variance"])
 
     def extra_repr(self) -> str:
         return "noise learned" if self.noise is None else f"noise={self.noise}"
-
-    def _log_variance(self, outputs: Tensor) -> Tensor:
-        """A scalar in the precision and on the device of the outputs."""
-        if self.log_variance is not None:
-            return self.log_variance.to(outputs.dtype)
-        assert self.noise is not None
-        return outputs.new_full((), 2 * math.log(self.noise))
-
-    def _check(self, outputs: Tensor) -> None:
-        if outputs.ndim not in (1, 2):
-            raise ShapeError(
-                f"Regression needs outputs of shape (B,) or (B, K), got {tuple(outputs.shape)}. "
-                "Flatten what belongs to one datum: outputs.flatten(1)."
-            )
 
 
 class FunctionLikelihood(Likelihood):
@@ -178,10 +169,8 @@ def as_likelihood(likelihood: Likelihood | LogProb | str) -> Likelihood:
     """Return the likelihood that "classification", "regression", a `Likelihood` or a function stands for."""
     if isinstance(likelihood, Likelihood):
         return likelihood
-    if likelihood == "classification":
-        return Classification()
-    if likelihood == "regression":
-        return Regression()
+    if likelihood in ("classification", "regression"):
+        return Classification() if likelihood == "classification" else Regression()
     if isinstance(likelihood, str) or not callable(likelihood):
         raise ConfigError(
             'likelihood must be "classification", "regression", a Likelihood, or a function (outputs, targets) -> log '

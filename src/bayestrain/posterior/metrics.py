@@ -17,29 +17,27 @@ LEAST = 1e-300
 
 
 def classification_metrics(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return accuracy, mean log likelihood, expected calibration error (15 bins) and multi-class Brier score."""
+    """Return accuracy, mean log likelihood, expected calibration error (15 bins) and multi-class Brier score.
+
+    The calibration error (Guo et al. 2017) is the mean gap between confidence and accuracy, by confidence.
+    """
     probs = as_double(probs)
     labels = checked_labels(labels, probs)
-    one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
+    confidence, predicted = probs.max(1)
+    right = (predicted == labels).double()
+    bins = (confidence * ECE_BINS).long().clamp_max(ECE_BINS - 1)
+    gaps = probs.new_zeros(ECE_BINS).index_add(0, bins, confidence - right)
     return {
-        "accuracy": float((probs.argmax(1) == labels).double().mean()),
+        "accuracy": float(right.mean()),
         "log_likelihood": mean_log_probability(probs, labels),
-        "ece": calibration_error(probs, labels),
-        "brier": float((probs - one_hot).square().sum(1).mean()),
+        "ece": float(gaps.abs().sum() / len(labels)),
+        "brier": float((probs - torch.nn.functional.one_hot(labels, probs.shape[1])).square().sum(1).mean()),
     }
 
 
 def mean_log_probability(probs: Tensor, labels: Tensor) -> float:
     """Mean over the data of the log probability ``(N, C)`` of the label."""
     return float(probs.gather(1, labels[:, None]).clamp_min(LEAST).log().mean())
-
-
-def calibration_error(probs: Tensor, labels: Tensor) -> float:
-    """Expected calibration error (Guo et al. 2017): the mean gap between confidence and accuracy, by confidence."""
-    confidence, predicted = as_double(probs).max(1)
-    gaps = confidence - (predicted == labels.to(predicted.device)).double()
-    bins = (confidence * ECE_BINS).long().clamp_max(ECE_BINS - 1)
-    return float(gaps.new_zeros(ECE_BINS).index_add(0, bins, gaps).abs().sum() / len(gaps))
 
 
 def checked_labels(labels: Tensor, probs: Tensor) -> Tensor:
