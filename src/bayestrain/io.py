@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
@@ -54,13 +56,12 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     """
     network = model if isinstance(model, nn.Module) else model.template
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
-    tensors: dict[str, Any] = dict(network.state_dict(keep_vars=True))
-    buffers = set(dict(network.named_buffers(remove_duplicate=False)))
+    tensors = _tensors(network)
     if not isinstance(model, nn.Module):
         own |= {"kind": "posterior", "particles": len(model), "likelihood": _describe_likelihood(model.likelihood)}
-        tensors, buffers = {**model.particles, **model.carried}, set(model.carried)
-        tensors |= {SHARED + name: p for name, p in model.joint.named_parameters() if name not in model.particles}
-    _check_savable(network, tensors, buffers)
+        shared = {SHARED + name: p for name, p in model.joint.named_parameters() if name not in model.particles}
+        tensors = {**model.particles, **model.carried, **shared}
+    _check_savable(network, tensors)
     own |= {"parameters": count_parameters(network), "dense_parameters": dense_parameters(network)}
     own["weights"] = {name: _describe(network, weight) for name, weight in factorized_weights(network).items()}
     if taken := sorted(set(own) & set(about or {})):
@@ -69,7 +70,8 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
-    content = _serialised(tensors)
+    plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+    content = safetensors.torch.save(plain)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
@@ -92,13 +94,14 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
     file = folder / (PARTICLES if posterior else WEIGHTS)
     tensors = _read_tensors(file, description)
     _rebuild(folder, description, into)
+    joint = Joint(into, copy.deepcopy(likelihood)) if likelihood is not None and posterior else None
     try:
-        if likelihood is None or not posterior:
-            return _fill(into, tensors).eval()
-        joint = Joint(into, copy.deepcopy(likelihood))
+        if joint is None:
+            _fill(into, tensors)
+            return into.eval()
         _fill(joint, _of_one(tensors, 0))
-    except RuntimeError as error:
-        raise DataError(f"{file} is not the one that {DESCRIPTION} describes: {error}") from error
+    except DataError as error:
+        raise DataError(f"{file} is not the one that {DESCRIPTION} describes: {error}.") from error
     particles, carried = (
         {name: tensors[name].to(own.device) for name, own in owned if name in tensors}
         for owned in (joint.named_parameters(), joint.named_buffers())
@@ -185,7 +188,15 @@ def _sizes(value: object) -> Any:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _check_savable(network: nn.Module, tensors: Mapping[str, Any], buffers: set[str]) -> None:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a model, each under its first name."""
+    kept = model.state_dict(keep_vars=True)
+    if odd := next((name for name, value in kept.items() if not isinstance(value, Tensor)), None):
+        raise ConfigError(f"{odd!r} is a {type(kept[odd]).__name__}, and only tensors are saved. Remove that state.")
+    return {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n in kept}
+
+
+def _check_savable(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Refuse what would not load, or would be useless."""
     if any(weight.rank_state is not None for weight in factorized_weights(network).values()):
         raise ConfigError(
@@ -194,34 +205,15 @@ def _check_savable(network: nn.Module, tensors: Mapping[str, Any], buffers: set[
             "or posterior.fix_ranks_() if it is a posterior."
         )
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"{name!r} is a {type(tensor).__name__}, and only tensors are saved. Remove that state.")
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
-        if bool(tensor.isnan().any()) or (name not in buffers and bool(tensor.isinf().any())):  # a mask may be infinite
+        # A mask, which is a buffer, may be infinite.
+        if bool(tensor.isnan().any()) or (tensor.requires_grad and bool(tensor.isinf().any())):
             raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
-
-
-def _place(tensor: Tensor) -> object:
-    """What all names of one tensor have in common."""
-    lies = tensor.numel() > 0 and not tensor.is_meta
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if lies else id(tensor)
-
-
-def _serialised(tensors: Mapping[str, Tensor]) -> bytes:
-    """The tensors as a safetensors file; one that has several names is in it under the first."""
-    from safetensors.torch import save as serialise
-
-    first: dict[object, tuple[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(_place(tensor), (name, tensor))
-    return serialise({n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in first.values()})
 
 
 def _read_tensors(file: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a file; its header must agree with the description before any of them is read."""
-    from safetensors import SafetensorError, safe_open
-
     wrong, n = f"{file} is not the one that {DESCRIPTION} describes", description.get("particles")
     posterior = description["kind"] == "posterior"
     try:
@@ -248,23 +240,16 @@ def _of_one(stacked: Mapping[str, Any], first: int | slice) -> dict[str, Any]:
     return {n.removeprefix(SHARED): t if n.startswith(SHARED) else t[first] for n, t in stacked.items()}
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Give a model the values and types of the file; tensors with several names are in it under one of them."""
-    places: dict[object, list[str]] = {}
-    for name, own in model.state_dict(keep_vars=True).items():
-        places.setdefault(_place(own) if isinstance(own, Tensor) else name, []).append(name)
-    found = dict(tensors)
-    for names in places.values():
-        for known in [name for name in names if name in tensors][:1]:
-            found |= {name: tensors[known] for name in names if name not in tensors}
-    for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, own in pairs:
-            if name in found:
-                own.data = own.data.to(found[name].dtype)  # so that what is copied into it is not rounded
-    lacking, unknown = model.load_state_dict(found, strict=False)
-    if lacking or unknown:
-        raise RuntimeError(f"the file and the network do not have these in common: {', '.join([*unknown, *lacking])}")
-    return model
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a model the values and types of the file."""
+    own = _tensors(model)
+    if odd := own.keys() ^ tensors.keys():
+        raise DataError(f"the file and the network do not have these in common: {', '.join(sorted(odd))}")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise DataError(f"{name} has shape {tuple(tensors[name].shape)} in the file, not {tuple(tensor.shape)}")
+    for name, tensor in own.items():
+        tensor.data = tensors[name].to(tensor.device)
 
 
 # --- rebuilding -------------------------------------------------------------------------------------------------------
@@ -277,6 +262,7 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module) -> 
             f"The network given has lazy layers without weights: {', '.join(lazy)}. Run one batch through it first."
         )
     built: dict[nn.Module, nn.Module] = {}
+    same: dict[FactorizedWeight, list[Tensor]] = {}
     for name, about in description["weights"].items():
         try:
             layer = model.get_submodule(name)
@@ -288,7 +274,8 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module) -> 
         except (BayesTrainError, IndexError) as error:
             raise DataError(f"{folder / DESCRIPTION} cannot be used for layer {name!r}: {error}") from error
         if isinstance(old, FactorizedWeight) and (old.format, old.layout) == (weight.format, weight.layout):
-            continue  # it takes other ranks from the file by itself
+            same[old] = list(weight.cores)
+            continue
         shape = getattr(old if isinstance(old, FactorizedWeight) else getattr(old, "weight", None), "shape", ())
         if shape != weight.shape or old is model or type(old) not in (FactorizedWeight, *TWINS):
             raise ConfigError(
@@ -298,6 +285,8 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module) -> 
             )
         built[old] = weight if isinstance(old, FactorizedWeight) else TWINS[type(old)].of(old, weight)
     replace_layers(model, built)
+    for own, cores in same.items():
+        own.set_cores(cores)  # perhaps with other ranks
 
 
 def _weight(about: Mapping[str, Any], old: nn.Module) -> FactorizedWeight:

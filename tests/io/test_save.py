@@ -214,7 +214,7 @@ def test_another_network_is_refused_by_what_differs(tmp_path: Path) -> None:
         load(tmp_path, other)
     assert not factorized_weights(other)  # nothing was changed
     save(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), tmp_path)
-    with pytest.raises(DataError, match=r"do not have these in common: 1\.bias, 1\.weight, 2\.weight, 2\.bias"):
+    with pytest.raises(DataError, match=r"do not have these in common: 1\.bias, 1\.weight, 2\.bias, 2\.weight"):
         load(tmp_path, nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
 
 
@@ -311,7 +311,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"do not have these in common: 6\.bias"):
         load(tmp_path, dense())
     save_file({**{n: t.contiguous() for n, t in tensors.items()}, "6.bias": torch.zeros(4)}, file)
-    with pytest.raises(DataError, match=r"(?s)not the one that model.json describes: .*size mismatch"):
+    with pytest.raises(DataError, match=r"(?s)not the one that model.json describes: .*6.bias has shape"):
         load(tmp_path, dense())
     file.unlink()
     with pytest.raises(DataError, match="is missing or damaged"):

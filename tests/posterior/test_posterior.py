@@ -310,10 +310,9 @@ def test_starts_are_reproducible_apart_and_leave_the_global_generator_alone() ->
         independent(perceptron, 0)
 
 
-def test_diagnostics_tell_copies_from_different_particles() -> None:
-    apart = Posterior(independent(perceptron, 6), NUM_DATA).diagnostics()
-    with pytest.warns(ParticleWarning, match=r"collapsed: of 6, only about 1\.0 are different.*independent"):
-        close = Posterior(around(perceptron(), 6, scale=1e-3), NUM_DATA).diagnostics()
+def test_diagnostics_distinguish_copies_from_different_particles() -> None:
+    apart = infer.diagnose(Posterior(independent(perceptron, 6), NUM_DATA).particles)
+    close = infer.diagnose(Posterior(around(perceptron(), 6, scale=1e-3), NUM_DATA).particles)
     assert apart.effective_particles > 5.5
     assert close.effective_particles < 1.1
     assert close.spread < 0.01 < 0.5 < apart.spread

@@ -89,7 +89,9 @@ class Method:
             name: tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
             for name, tensor in particles.items()
         }
-        self.optimizer = make_optimizer(optimizer, list(self.particles.items()))
+        self.optimizer = optimizer(list(self.particles.items()))
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates its loss several times per step, which particles do not. Use Adam.")
         self.broken = torch.zeros(n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
         """How many steps in a row each particle was not finite."""
         self._warned: set[int] = set()
@@ -217,14 +219,6 @@ class Method:
 def _row_norms(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms
-
-
-def make_optimizer(make: MakeOptimizer, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """Make an optimiser that moves particles."""
-    optimizer = make(named)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("LBFGS evaluates its loss several times per step, which particles do not. Use Adam.")
-    return optimizer
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,27 +69,6 @@ class Activations(NamedTuple):
 def held_bytes(tensors: Iterable[Tensor], n: int, states: float) -> int:
     """Bytes of n particles of these shapes: weights, gradients, and `states` numbers of the optimiser per weight."""
     return int(n * sum(tensor.numel() * tensor.element_size() for tensor in tensors) * (2 + states))
-
-
-def optimizer_states(
-    make: Callable[[Any], torch.optim.Optimizer], named: Sequence[tuple[str, Tensor]], device: torch.device
-) -> float:
-    """How many numbers the optimiser that `make` returns keeps per weight, on average over these tensors.
-
-    It takes one step with small tensors of the same names, since it may treat some of them in a way of their own.
-    """
-    probes = [(name, torch.zeros(1, *(2 for _ in t.shape), device=device, requires_grad=True)) for name, t in named]
-    if not probes:
-        return 0.0
-    for _, probe in probes:
-        probe.grad = torch.ones_like(probe)
-    optimizer = make(probes)
-    optimizer.step()
-    kept = 0.0
-    for (_, tensor), (_, probe) in zip(named, probes, strict=True):
-        states = [s for s in optimizer.state[probe].values() if isinstance(s, Tensor) and s.ndim > 0]
-        kept += tensor.numel() * sum(state.numel() for state in states) / probe.numel()
-    return kept / sum(tensor.numel() for _, tensor in named)
 
 
 class _Largest(TorchDispatchMode):

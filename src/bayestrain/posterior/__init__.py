@@ -8,7 +8,7 @@ from bayestrain.posterior.calibration import at_temperature, fit_temperature
 from bayestrain.posterior.classification import ClassPrediction
 from bayestrain.posterior.joint import Joint
 from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
-from bayestrain.posterior.metrics import auroc, classification_metrics, risk_coverage
+from bayestrain.posterior.metrics import auroc, classification_metrics
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.posterior.posterior import Posterior, PosteriorStep
 from bayestrain.posterior.prediction import Prediction
@@ -18,5 +18,5 @@ from bayestrain.posterior.starts import around, independent
 __all__ = [
     "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Likelihood", "ParticleModel", "Posterior",
     "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood", "at_temperature",
-    "auroc", "classification_metrics", "fit_temperature", "independent", "risk_coverage",
+    "auroc", "classification_metrics", "fit_temperature", "independent",
 ]  # fmt: skip

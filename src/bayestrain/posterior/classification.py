@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,12 +115,10 @@ class ClassPrediction(Prediction):
 
         Each particle is brought to the `temperature` first, as the mean is.
         """
-        each = self.particle_probabilities
-        if self.temperature != 1.0:
-            each = torch.stack([at_temperature(probs.double(), self.temperature) for probs in each])
-        ordered = each.sort(0).values  # torch.quantile refuses more than 16 million numbers
-        low, high = (_quantile(ordered, q) for q in tails(level))
-        return low, high
+        each = torch.stack([at_temperature(probs.double(), self.temperature) for probs in self.particle_probabilities])
+        # torch.quantile refuses more than 16 million numbers.
+        low, high = np.quantile(each.cpu().numpy(), tails(level), axis=0)
+        return torch.as_tensor(low, device=each.device), torch.as_tensor(high, device=each.device)
 
     def particle_log_likelihoods(self, targets: Tensor) -> Tensor:
         labels = checked_labels(targets, self.particle_probabilities)
@@ -145,11 +144,3 @@ def _entropy(probs: Tensor) -> Tensor:
     """Entropy in nats over the last dimension."""
     terms: Tensor = torch.special.entr(probs)
     return terms.sum(-1).clamp_min(0)
-
-
-def _quantile(ordered: Tensor, q: float) -> Tensor:
-    """Quantile of values sorted along the first dimension, linear between neighbours, in double precision."""
-    position = q * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return torch.lerp(ordered[below].double(), ordered[above].double(), position - below)

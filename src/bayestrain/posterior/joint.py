@@ -36,8 +36,8 @@ class Joint(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
-        self.prior_weight: Tensor | float = 1.0
-        """The prior's weight in this step; a tensor, so that a captured step sees it change."""
+        self.prior_weight = torch.ones(())
+        """The prior's weight in this step, where a captured step sees it change."""
         self._aliases = _aliases(self)
         self._lock, self._idle = RLock(), list[Joint]()
 

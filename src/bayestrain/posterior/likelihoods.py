@@ -1,4 +1,4 @@
-"""How the outputs of a network give the probability of targets: the log probability of a datum, and what is predicted."""
+"""How probable targets are given the outputs of a network, and what those outputs predict."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.posterior.classification import ClassPrediction
+from bayestrain.posterior.metrics import checked_labels
 from bayestrain.posterior.prediction import Prediction
 from bayestrain.posterior.regression import RegressionPrediction
 
@@ -66,14 +67,9 @@ class Classification(Likelihood):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs)
-        if targets.shape != outputs.shape[:1]:
-            raise ShapeError(
-                f"Targets must have shape {tuple(outputs.shape[:1])}, one class number per row of the outputs "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. For one-hot rows type targets.argmax(1)."
-            )
-        if targets.is_floating_point():
-            raise ConfigError(f"Targets must be whole class numbers, got {targets.dtype}. Type targets.long().")
-        return full_precision(outputs).log_softmax(1).gather(1, targets.long()[:, None]).squeeze(1)
+        # On a GPU, reading labels would make every step wait.
+        labels = checked_labels(targets, outputs, read=targets.device.type == "cpu")
+        return full_precision(outputs).log_softmax(1).gather(1, labels[:, None]).squeeze(1)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return ``probabilities`` ``(B, C)``."""

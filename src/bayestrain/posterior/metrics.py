@@ -1,8 +1,6 @@
-"""How good probabilities and uncertainties are: scores, calibration, out-of-distribution detection, abstention."""
+"""How good probabilities and uncertainties are: scores, calibration, out-of-distribution detection."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,17 +38,17 @@ def mean_log_probability(probs: Tensor, labels: Tensor) -> float:
     return float(probs.gather(1, labels[:, None]).clamp_min(LEAST).log().mean())
 
 
-def checked_labels(labels: Tensor, probs: Tensor) -> Tensor:
-    """Check the labels of N inputs against probabilities ``(.., N, C)``; return them as int64 on their device."""
+def checked_labels(labels: Tensor, probs: Tensor, read: bool = True) -> Tensor:
+    """Check the labels of N inputs against ``(.., N, C)``, their values if they may be `read`; return them as int64."""
     number, classes = probs.shape[-2:]
     if number == 0 or labels.shape != (number,):
         raise ShapeError(
-            f"There must be one label per input and at least one input, got labels of shape {tuple(labels.shape)} for "
-            f"{number} inputs. Pass class numbers of shape (N,), not one-hot rows."
+            f"There must be one class number per input and at least one input, got labels of shape "
+            f"{tuple(labels.shape)} for {number} inputs. For one-hot rows type labels.argmax(1)."
         )
     if labels.is_floating_point():
         raise ConfigError(f"Labels must be whole class numbers, got {labels.dtype}. Type labels.long().")
-    low, high = int(labels.min()), int(labels.max())
+    low, high = (int(labels.min()), int(labels.max())) if read else (0, 0)
     if low < 0 or high >= classes:
         raise ConfigError(
             f"Labels must lie between 0 and {classes - 1}, got {low} to {high}. Number the classes from 0."
@@ -71,34 +69,6 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
     inside, outside = inside.sort().values, outside.to(inside.device)
     below, up_to = (torch.searchsorted(inside, outside, right=right) for right in (False, True))
     return float((below + up_to).double().mean()) / (2 * len(inside))
-
-
-@dataclass(frozen=True, eq=False)
-class RiskCoverage:
-    """`risk[k]` is the error rate on the most certain fraction `coverage[k]` of the inputs; `area` is their mean."""
-
-    coverage: Tensor
-    risk: Tensor
-    area: float
-
-
-def risk_coverage(uncertainty: Tensor, wrong: Tensor) -> RiskCoverage:
-    """Return the error rate when only the most certain inputs are answered, for every number of them.
-
-    Inputs of equal uncertainty share their error rate, so their order does not matter.
-    """
-    uncertainty = _checked_scores(uncertainty, "uncertainty")
-    if wrong.shape != uncertainty.shape:
-        raise ShapeError(
-            f"wrong must have one entry per uncertainty, got shapes {tuple(wrong.shape)} and "
-            f"{tuple(uncertainty.shape)}. Pass prediction.classes != labels."
-        )
-    errors = as_double(wrong.bool()).to(uncertainty.device)
-    _, group, counts = torch.unique(uncertainty, return_inverse=True, return_counts=True)
-    rates = errors.new_zeros(len(counts)).index_add(0, group, errors) / counts
-    answered = torch.arange(1, len(errors) + 1, dtype=errors.dtype, device=errors.device)
-    risk = rates.repeat_interleave(counts).cumsum(0) / answered
-    return RiskCoverage(answered / len(errors), risk, float(risk.mean()))
 
 
 def _checked_scores(scores: Tensor, what: str) -> Tensor:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import ConfigError, ParticleWarning
-from bayestrain.infer import METHODS, Diagnostics, Method, diagnose, stein_discrepancy, value_and_grad
-from bayestrain.infer.method import make_optimizer
+from bayestrain.errors import ConfigError
+from bayestrain.infer import METHODS, Method, stein_discrepancy, value_and_grad
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.posterior.joint import Joint, Part, stack_joints
-from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood
-from bayestrain.posterior.metrics import checked_labels
+from bayestrain.posterior.likelihoods import Likelihood, LogProb, as_likelihood
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.posterior.state import load_state, state_of
 from bayestrain.prior import NormalPrior, RankPrior
@@ -30,6 +25,10 @@ RECOMPUTES = (
     "The network recomputes or moves its activations (torch.utils.checkpoint, save_on_cpu), which particles cannot: in "
     "the backward pass their weights are no longer in the network. Turn that off; a smaller chunk saves memory, too."
 )
+
+
+STATES = 2
+"""How many numbers an optimiser keeps per weight: those of Adam, and at most those of others."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +105,11 @@ class Posterior(ParticleModel):
         make_prior = prior or (lambda model: _default_prior(model, num_data))
         twins = [copy.deepcopy(model) for model in models]
         joints = [Joint(twin, shared, make_prior(twin), num_data) for twin in twins]
-        self._states, perf = 1.0, fast()
-        """How many numbers the optimiser keeps per weight."""
-        if perf is not None:  # refuses what cannot fit before it is allocated
-            named = [(name, p) for name, p in joints[0].named_parameters() if p.requires_grad]
-            if "optimizer" in options:
-                make = partial(make_optimizer, options["optimizer"])
-                self._states = perf.memory.optimizer_states(make, named, first.device)
-            held = perf.memory.held_bytes([p for _, p in named], len(models), self._states)
-            perf.memory.choose_chunk(len(models), held, 0, perf.memory.Activations(0, 0), first.device, chunk)
         particles, carried = stack_joints(joints)
         self.method: Method = kind(self._gradients, particles, scale=1 / num_data, **options)
         super().__init__(joints[0], self.method.particles, carried)
-        self.num_data, self.chunk = num_data, chunk
+        self.joint.prior_weight = torch.zeros((), device=self.device)
+        self.num_data, self.chunk, perf = num_data, chunk, fast()
         self._training_chunk, self._planned = chunk, False
         """Particles in a training step, and whether that was chosen for the particles as they are."""
         self._capture = None if perf is None else perf.capture()
@@ -136,54 +127,59 @@ class Posterior(ParticleModel):
         On a GPU, with an optimiser made for it, the step is captured in a CUDA graph and replayed, which is many times
         faster: ``Adam(named, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``. The default optimiser is.
         """
-        with self._explained(x, y):
-            if not self._planned:
-                self.estimate_memory(x, y)
-            if not isinstance(self.joint.prior_weight, Tensor):
-                self.joint.prior_weight = torch.zeros((), device=self.device)
-            self.joint.prior_weight.fill_(self.prior.current_weight)
-            if self._capture is None:
-                found = self._advance(x, y)
-            else:
-                found = self._capture.step(self._advance, x, y, self.prior, self.method.optimizer)
+        if len(y) == 0:
+            raise ConfigError("A batch must have at least one datum, got an empty one. Leave it out.")
+        if not self._planned:
+            self.estimate_memory(x, y)
+        self.joint.prior_weight.fill_(self.prior.current_weight)
+        if self._capture is None:
+            found = self._advance(x, y)
+        else:
+            found = self._capture.step(self._advance, x, y, self.prior, self.method.optimizer)
         self.method.count_step()
         return PosteriorStep(*found)
 
     def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """A step that reads no value, so that it can be captured."""
-        self.template.train()
-        with self._statistics_kept_on_error() as before:
-            info = self.method.advance((x, y))
-        with torch.no_grad():
-            for name, old in before.items():  # a batch that broke a particle does not count for its batch norm
-                new = self.carried[name]
-                new.copy_(torch.where(info.alive.view(-1, *[1] * (new.ndim - 1)), new, old))
-            self._move_lambdas()
+        info = self.method.advance((x, y))
         prior, *chunks = self._seen
+        seen = {name: torch.cat([each[name] for each in chunks]) for name in chunks[0]}
+        with torch.no_grad():
+            for name in self.carried.keys() & seen.keys():  # a batch that broke a particle does not count for its norms
+                own = self.carried[name]
+                own.copy_(torch.where(info.alive.view(-1, *[1] * (own.ndim - 1)), seen[name], own))
+            self._move_lambdas()
         self._seen = []
-        mean, outputs = (torch.cat([each[name] for each in chunks]) for name in ("mean", "outputs"))
-        return mean, prior["value"], outputs, info.alive
+        return seen["mean"], prior["value"], seen["outputs"], info.alive
 
     def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Log densities with gradients: the prior of all particles at once, then the likelihood chunk by chunk."""
-        n, size = len(self), self._training_chunk or len(self)
+        self.template.train()
+        n, size, self._seen = len(self), self._training_chunk or len(self), []
         prior, of_prior = self._part(slice(0, n), Joint.log_prior)
-        with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-            found = [self._part(slice(i, i + size), Joint.log_likelihood, *batch) for i in range(0, n, size)]
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
+                found = [self._part(slice(i, i + size), Joint.log_likelihood, *batch) for i in range(0, n, size)]
+        except RuntimeError as error:
+            if RECOMPUTES in str(error) or "use_reentrant" in str(error):
+                raise ConfigError(RECOMPUTES) from error
+            raise
         values = torch.cat([value for value, _ in found])
         gradients = [torch.cat([own[name] for _, own in found]) for name in particles]
         return values + prior, dict(zip(particles, torch._foreach_add(gradients, list(of_prior.values())), strict=True))
 
     def _part(self, which: slice, part: Part, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """A density of some particles with its gradients; all that it returns is kept in `_seen`."""
-        carried = {name: tensor[which] for name, tensor in self.carried.items()}
-        if inputs:
-            carried = {name: tensor for name, tensor in carried.items() if ".rank_state." not in name}
+        """A density of some particles with its gradients.
+
+        What the density returns goes to `_seen`, together with the buffers: the pass changes copies of them.
+        """
+        carried = {n: t[which].clone() for n, t in self.carried.items() if not inputs or ".rank_state." not in n}
 
         def density(leaves: dict[str, Tensor], _: Any) -> Tensor:
             found = self.joint.batched({**leaves, **carried}, part, *inputs)
-            self._seen.append(found)
-            return found["density"]
+            value = found.pop("density")
+            self._seen.append({**found, **carried})
+            return value
 
         return value_and_grad(density)({name: tensor[which] for name, tensor in self.particles.items()}, None)
 
@@ -195,40 +191,6 @@ class Posterior(ParticleModel):
         for i in range(0, len(self), size):
             self.prior.steps = steps
             self.joint.batched({name: tensor[i : i + size] for name, tensor in tensors.items()}, Joint.move_lambda)
-
-    @contextmanager
-    def _statistics_kept_on_error(self) -> Iterator[dict[str, Tensor]]:
-        """Yields copies of what a forward pass changes, batch norm's statistics; an error restores them."""
-        self._seen = []
-        before = {name: tensor.clone() for name, tensor in self.carried.items() if ".rank_state." not in name}
-        try:
-            yield before
-        except BaseException:
-            self._restore(before)
-            raise
-
-    def _restore(self, statistics: dict[str, Tensor]) -> None:
-        self._seen = []
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # else nothing has run
-            for name, old in statistics.items():
-                self.carried[name].copy_(old)
-
-    @contextmanager
-    def _explained(self, x: Tensor, y: Tensor) -> Iterator[None]:
-        """Refuses an empty batch, and explains PyTorch's errors about labels and recomputing networks.
-
-        Labels are only checked once something went wrong: reading them would make every step on a GPU wait.
-        """
-        if len(y) == 0:
-            raise ConfigError("A batch must have at least one datum, got an empty one. Leave it out.")
-        try:
-            yield
-        except (IndexError, RuntimeError) as error:
-            if RECOMPUTES in str(error) or "use_reentrant" in str(error):
-                raise ConfigError(RECOMPUTES) from error
-            if isinstance(self.likelihood, Classification) and "out of bounds" in str(error):
-                checked_labels(y, self.outputs(x))
-            raise
 
     def estimate_memory(self, x: Tensor, y: Tensor) -> Any:
         """Estimate what training on batches like this one takes, and choose the chunk; raise if it cannot fit.
@@ -243,12 +205,9 @@ class Posterior(ParticleModel):
         one = {name: tensor[:1].detach().clone() for name, tensor in {**self.particles, **self.carried}.items()}
         own = [*(one[name].requires_grad_() for name in self.particles), x, y]
         self.template.train()
-        with self._explained(x, y):
-            needed = perf.memory.activations(
-                lambda: self.joint.batched(one, Joint.log_likelihood, x, y), own, self.device
-            )
-        held = perf.memory.held_bytes([tensor[0] for tensor in self.particles.values()], len(self), self._states)
-        allocated = held if self.method.steps else int(held / (2 + self._states))
+        needed = perf.memory.activations(lambda: self.joint.batched(one, Joint.log_likelihood, x, y), own, self.device)
+        held = perf.memory.held_bytes([tensor[0] for tensor in self.particles.values()], len(self), STATES)
+        allocated = held if self.method.steps else int(held / (2 + STATES))
         chunk = self.chunk or perf.memory.preferred_chunk(self.template, needed, self.device)
         estimate = perf.memory.choose_chunk(len(self), held, allocated, needed, self.device, chunk)
         self._training_chunk = estimate.chunk
@@ -297,33 +256,17 @@ class Posterior(ParticleModel):
             self.carried[name] = tensor[kept]
         self._changed()
 
-    def diagnostics(self) -> Diagnostics:
-        """Return how the particles lie relative to each other, with a warning if they have collapsed."""
-        found = diagnose(self.particles)
-        if found.effective_particles < len(self) / 2:
-            warnings.warn(
-                f"The particles have collapsed: of {len(self)}, only about {found.effective_particles:.1f} are "
-                "different. Start them from `independent`, or farther apart.",
-                ParticleWarning,
-                stacklevel=2,
-            )
-        return found
-
     def stein_discrepancy(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Return the squared kernelised Stein discrepancy per dimension, with gradients averaged over these batches."""
-        self.template.train()
-        total: dict[str, Tensor] = {}
-        number = 0
-        with self._statistics_kept_on_error() as before:
-            for batch in batches:
-                number += 1
-                for name, gradient in self._gradients(self.particles, batch)[1].items():
-                    total[name] = total[name] + gradient if name in total else gradient
-        self._restore(before)
+        total, number = {name: torch.zeros_like(tensor) for name, tensor in self.particles.items()}, 0
+        for batch in batches:
+            number += 1
+            for name, gradient in self._gradients(self.particles, batch)[1].items():
+                total[name] += gradient
         if not number:
             raise ConfigError("At least one batch is needed to take gradients, got none.")
         dimensions = sum(tensor[0].numel() for tensor in self.particles.values())
-        return stein_discrepancy(self.particles, {name: g / number for name, g in total.items()}) / dimensions
+        return stein_discrepancy(self.particles, {k: g / number for k, g in total.items()}) / dimensions
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step and the predictions depend on."""
