@@ -7,7 +7,7 @@ formulas for all trains at once, training steps as CUDA graphs, and an estimate 
 
 from __future__ import annotations
 
-from bayestrain.perf import layers, memory, tables, weights
+from bayestrain.perf import layers, memory, tables
 from bayestrain.perf.capture import Capture
 
 
@@ -16,7 +16,7 @@ class Fast:
 
     multiply = staticmethod(layers.multiply)
     expect = staticmethod(layers.expect)
-    forget = staticmethod(weights.forget)
+    forget = staticmethod(layers.forget)
     group = staticmethod(tables.group)
     capture = Capture
     memory = memory

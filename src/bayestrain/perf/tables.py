@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +22,22 @@ from bayestrain.formats import Format, algebra
 from bayestrain.formats.align import STACK, align_trees, stacked_operands
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import FactorizedWeight
+from bayestrain.perf.stacks import Stacks
 from bayestrain.prior import density
 from bayestrain.prior.density import Move
 from bayestrain.prior.groups import Group, shares, total
 from bayestrain.prior.hold import Held
 
 
+FEW = 4
+"""On a CPU fewer weights than this are as fast one by one, and faster for many particles."""
+
+
 def group(weights: Mapping[str, FactorizedWeight], held: Mapping[str, Held]) -> Tables | None:
-    """The weights that have bonds as one group; None if there are none."""
+    """The weights that have bonds as one group; None if there are too few."""
     bonded = {name: own for name, own in weights.items() if own.equation.bonds}
-    return Tables(bonded, held) if bonded else None
+    on_cpu = all(own.cores[0].device.type == "cpu" for own in bonded.values())
+    return Tables(bonded, held) if len(bonded) >= (FEW if on_cpu else 1) else None
 
 
 class Tables(Group):
@@ -79,32 +84,21 @@ class Tables(Group):
             for core, turned_core in zip(cores, new, strict=True):
                 core.copy_(torch.where(finite, turned_core, core))
         for table in self.tables():
-            moved = table.moved(move, a, floor, sweeps)
-            _copy(table.log_lambdas(), moved, [table.names[place.row] in self.trained for place in table.bonds])
+            moved = table.moved(move, a, floor, sweeps).split([len(u) for u in table.log_lambdas()])
+            for (_, row, _), u, new_u in zip(table.bonds, table.log_lambdas(), moved, strict=True):
+                if table.names[row] in self.trained:
+                    u.copy_(new_u)
 
     @torch.no_grad()
     def norms(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for table in self.tables():
-            if table.held:
-                found |= zip(table.held, table.norms(_join(table.cores())), strict=True)
-        return found
+        tables = [table for table in self.tables() if table.held]
+        return {name: norm for table in tables for name, norm in zip(table.held, table.norms(), strict=True)}
 
     @torch.no_grad()
     def hold_scale_(self) -> None:
         for table in self.tables():
             if table.held:
                 table.hold_scale_()
-
-
-class _Bond(NamedTuple):
-    """Where the lambdas of one bond lie in *u*."""
-
-    row: int
-    """Number of the weight."""
-    number: int
-    rank: int
-    first: int
 
 
 class _Colour(NamedTuple):
@@ -125,149 +119,126 @@ class Table:
 
     def __init__(self, group: Tables, names: Sequence[str]) -> None:
         self.group, self.names = group, list(names)
-        weights = [group.weights[name] for name in names]
-        cores = [cores_of(own) for own in weights]
-        like = cores[0][0]
-        self.device, self.dtype = like.device, like.dtype
-        self.exact = torch.promote_types(like.dtype, torch.float32)
-        self._place_lambdas([own.equation for own in weights])
-        self._cut_into_slices([own.equation for own in weights], cores)
-        self._find_held(weights, cores)
-
-    def _there(self, values: Any) -> Tensor:
-        found = torch.as_tensor(values)
-        return found.to(self.device, self.exact if found.is_floating_point() else found.dtype)
-
-    def _place_lambdas(self, equations: Sequence[Equation]) -> None:
-        """The order of *u*: colour by colour, so that the bonds of one colour are a part of it."""
-        coloured = sorted(
-            (colour, row, number)
-            for row, equation in enumerate(equations)
-            for number, colour in enumerate(colours(equation))
-        )
-        self.bonds: list[_Bond] = []
-        self.lambdas, linear, ends = 0, [], {}
-        for colour, row, number in coloured:
-            weight, state = self.group.weights[self.names[row]], self.group._state(self.names[row])
-            shapes = tuple(core.shape for core in cores_of(weight))
-            rank = len(state.log_lambdas[number])
-            self.bonds.append(_Bond(row, number, rank, self.lambdas))
-            linear += [density.linear_terms(weight.equation, shapes, state.start)[number]] * rank
-            self.lambdas += rank
-            ends[colour] = self.lambdas
-        self.linear, self._ends = self._there(torch.tensor(linear)), list(ends.values())
-        self.row_of_lambda = self._there(_repeated([(bond.row, bond.rank) for bond in self.bonds]))
-
-    def _cut_into_slices(self, equations: Sequence[Equation], cores: Sequence[Sequence[Tensor]]) -> None:
-        """Number the slices, those with few entries first, and say which entries and lambdas belong to each."""
-        sizes = [core.numel() for own in cores for core in own]
-        self.entries = sum(sizes)
-        numbered = iter(torch.arange(self.entries).split(sizes))
-        first = {(bond.row, bond.number): bond.first for bond in self.bonds}
-        parts = []
-        for row, (equation, own) in enumerate(zip(equations, cores, strict=True)):
-            for k, core in enumerate(own):
-                axes = [equation.axis(k, bond) for bond in equation.bonds_of(k)]
-                entries = next(numbered).view(core.shape).movedim(axes, [*range(-len(axes), 0)])
-                ranks = entries.shape[entries.ndim - len(axes) :]
-                places = [first[row, equation.bonds.index(bond)] for bond in equation.bonds_of(k)]
-                powers = list(equation.powers[k].values())
-                parts.append((entries.reshape(-1, math.prod(ranks)), ranks, places, powers))
-        parts.sort(key=lambda part: len(part[0]))
-        most = max(len(part[2]) for part in parts)
-        slices = sum(part[0].shape[1] for part in parts)
-        of_slices, powers_of = torch.full((most, slices), self.lambdas), torch.zeros(most, slices)
-        self.slice_of_entry, start, free = torch.empty(self.entries, dtype=torch.int64), 0, torch.zeros(slices)
-        by_size: dict[int, list[Tensor]] = {}
-        for entries, ranks, places, powers in parts:
-            stop = start + entries.shape[1]
-            indices = torch.ones(ranks).nonzero().unbind(1)
-            for n, (place, power, index) in enumerate(zip(places, powers, indices, strict=True)):
-                of_slices[n, start:stop], powers_of[n, start:stop] = place + index, power
-            free[start:stop] = float(not places)
-            self.slice_of_entry[entries] = torch.arange(start, stop).expand(entries.shape)
-            by_size.setdefault(len(entries), []).append(entries)
-            start = stop
-        blocks = [torch.cat(alike, 1) for alike in by_size.values()]
-        self.sizes = [tuple(block.shape) for block in blocks]
-        self.by_size = self._there(torch.cat([block.flatten() for block in blocks]))
-        self.free_entries = sum(entries.numel() for entries, _, places, _ in parts if not places)
-        self.free = self._there(free) if self.free_entries else None
-        self.colours = self._coloured(of_slices, powers_of)
-        self.slice_of_entry = self._there(self.slice_of_entry)
-        self.of_slices, self.powers, self.most = self._there(of_slices.flatten()), self._there(powers_of), most
-        self.zero, self.nothing = self._there(torch.zeros(1)), self._there(torch.full((1,), -math.inf))
-
-    def _coloured(self, of_slices: Tensor, powers: Tensor) -> list[_Colour]:
-        found, start, nowhere = [], 0, of_slices.shape[1]
-        for stop in self._ends:
-            terms = []
-            inside = (of_slices >= start) & (of_slices < stop)
-            for power in powers[inside].unique().tolist():
-                slot, column = (inside & (powers == power)).nonzero(as_tuple=True)
-                owner, order = (of_slices[slot, column] - start).sort(stable=True)
-                counts = owner.bincount(minlength=stop - start)
-                place = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-                table = torch.full((stop - start, int(counts.max())), nowhere)
-                table[owner, place] = column[order]
-                terms.append((power, self._there(table)))
-            own = [bond for bond in self.bonds if start <= bond.first < stop]
-            grid = torch.full((len(own), max(bond.rank for bond in own)), stop - start)
-            for line, bond in zip(grid, own, strict=True):
-                line[: bond.rank] = torch.arange(bond.rank) + bond.first - start
-            cells = (grid.flatten() < stop - start).nonzero().squeeze(1)
-            found.append(_Colour(start, stop, tuple(terms), self._there(grid), self._there(cells)))
-            start = stop
-        return found
-
-    def _find_held(self, weights: Sequence[FactorizedWeight], cores: Sequence[Sequence[Tensor]]) -> None:
-        """Stack the held weights of each equation, padded with zeros, so that their norms are found together."""
-        alike: dict[Equation, list[int]] = {}
-        for row, name in enumerate(self.names):
-            if name in self.group.held:
-                alike.setdefault(weights[row].equation, []).append(row)
-        rows = [row for own in alike.values() for row in own]
-        self.held = [self.names[row] for row in rows]
-        if not rows:
-            return
-        numbered = torch.arange(self.entries).split([core.numel() for own in cores for core in own])
-        entries = iter(zip(numbered, (core.shape for own in cores for core in own), strict=True))
-        views = [[next(entries) for _ in own] for own in cores]
-        self.stacks, parts = [], []
-        for equation, own in alike.items():
-            shapes = []
-            for k in range(len(equation.cores)):
-                shape = (len(own), *map(max, zip(*(views[row][k][1] for row in own), strict=True)))
-                stack = torch.full(shape, self.entries)
-                for layer, row in zip(stack, own, strict=True):
-                    index, size = views[row][k]
-                    layer[tuple(map(slice, size))] = index.view(size)
-                parts.append(stack.flatten())
-                shapes.append(shape)
-            self.stacks.append((equation, shapes))
-        self.in_stacks = self._there(torch.cat(parts))
-        # Weights that are not held come last, with a factor of one.
-        number = torch.full((len(self.names),), len(rows))
-        number[torch.tensor(rows)] = torch.arange(len(rows))
-        sizes = [(row, core.numel()) for row, own in enumerate(cores) for core in own]
-        self.held_of_entry = self._there(number[_repeated(sizes)])
-        self.held_of_lambda = self._there(number[self.row_of_lambda.cpu()])
-        self.counts = self._there([float(len(cores[row])) for row in rows])
-        self.one = self._there([1.0])
-        self._companions: tuple[object, Tensor] = None, self.one
-
-    # --- what stands in the weights now ---
+        self.equations = [group.weights[name].equation for name in names]
+        like = cores_of(group.weights[names[0]])[0]
+        self.device, self.dtype, self.exact = like.device, like.dtype, torch.promote_types(like.dtype, torch.float32)
+        self.zero, self.nothing = self._there([0.0]), self._there([-math.inf])
+        self._place_lambdas()
+        self._cut_into_slices()
+        self._stack_held()
 
     def cores(self) -> list[Tensor]:
-        """The cores of all weights, in the order of *flat*."""
+        """The cores that stand in the weights now, in the order of *flat*."""
         return [core for name in self.names for core in cores_of(self.group.weights[name])]
 
     def log_lambdas(self) -> list[Tensor]:
         """The vectors of all bonds, in the order of *u*."""
         us = [self.group._state(name).log_lambdas for name in self.names]
-        return [us[bond.row][bond.number] for bond in self.bonds]
+        return [us[row][number] for _, row, number in self.bonds]
 
-    # --- the formulas ---
+    def _there(self, values: Any) -> Tensor:
+        found = torch.as_tensor(values)
+        return found.to(self.device, self.exact if found.is_floating_point() else found.dtype)
+
+    def _place_lambdas(self) -> None:
+        """The order of *u*: colour by colour, so that the bonds of one colour are a part of it."""
+        self.bonds = sorted(
+            (colour, row, number)
+            for row, equation in enumerate(self.equations)
+            for number, colour in enumerate(colours(equation))
+        )
+        """Colour, number of the weight and number in the weight of every bond."""
+        self.lambdas, linear, self._first, self._ends = 0, [], dict[tuple[int, int], int](), dict[int, int]()
+        for (colour, row, number), u in zip(self.bonds, self.log_lambdas(), strict=True):
+            shapes = tuple(core.shape for core in cores_of(self.group.weights[self.names[row]]))
+            start = self.group._state(self.names[row]).start
+            linear += [density.linear_terms(self.equations[row], shapes, start)[number]] * len(u)
+            self._first[row, number] = self.lambdas
+            self.lambdas += len(u)
+            self._ends[colour] = self.lambdas
+        self.linear = self._there(torch.tensor(linear))
+
+    def _cut_into_slices(self) -> None:
+        """Number the slices, those with few entries first, and find the entries and lambdas of each."""
+        cores = self.cores()
+        sizes = [core.numel() for core in cores]
+        self.entries, parts = sum(sizes), []
+        places = [(row, k) for row, equation in enumerate(self.equations) for k in range(len(equation.cores))]
+        for (row, k), core, entries in zip(places, cores, torch.arange(self.entries).split(sizes), strict=True):
+            equation, axes = self.equations[row], range(core.ndim)
+            bonds = [equation.axis(k, bond) for bond in equation.powers[k]]
+            order = [*(axis for axis in axes if axis not in bonds), *bonds]
+            ranks = [core.shape[axis] for axis in bonds]
+            firsts = [self._first[row, equation.bonds.index(bond)] for bond in equation.powers[k]]
+            own = entries.view(core.shape).permute(order).reshape(-1, math.prod(ranks))
+            parts.append((own, ranks, firsts, list(equation.powers[k].values())))
+        parts.sort(key=lambda part: len(part[0]))
+        most, slices = max(len(firsts) for _, _, firsts, _ in parts), sum(own.shape[1] for own, *_ in parts)
+        of_slices, powers, free = (
+            torch.full((most, slices), self.lambdas),
+            torch.zeros(most, slices),
+            torch.zeros(slices),
+        )
+        slice_of_entry, by_size, start = torch.empty(self.entries, dtype=torch.int64), dict[int, list[Tensor]](), 0
+        for own, ranks, firsts, exponents in parts:
+            stop = start + own.shape[1]
+            indices = torch.ones(ranks).nonzero().unbind(1)
+            for n, (first, power, index) in enumerate(zip(firsts, exponents, indices, strict=True)):
+                of_slices[n, start:stop], powers[n, start:stop] = first + index, power
+            free[start:stop] = float(not firsts)
+            slice_of_entry[own] = torch.arange(start, stop).expand(own.shape)
+            by_size.setdefault(len(own), []).append(own)
+            start = stop
+        blocks = [torch.cat(alike, 1) for alike in by_size.values()]
+        self.sizes, self.by_size = [block.shape for block in blocks], torch.cat([block.flatten() for block in blocks])
+        self.by_size, self.slice_of_entry = self._there(self.by_size), self._there(slice_of_entry)
+        self.free_entries = sum(own.numel() for own, _, firsts, _ in parts if not firsts)
+        self.free, self.colours = self._there(free), self._coloured(of_slices, powers)
+        self.of_slices, self.powers = self._there(of_slices.flatten()), self._there(powers)
+
+    def _coloured(self, of_slices: Tensor, powers: Tensor) -> list[_Colour]:
+        found, start, nowhere = [], 0, of_slices.shape[1]
+        for colour, stop in self._ends.items():
+            terms, inside = [], (of_slices >= start) & (of_slices < stop)
+            for power in powers[inside].unique().tolist():
+                slot, column = (inside & (powers == power)).nonzero(as_tuple=True)
+                rows, order = (of_slices[slot, column] - start).sort(stable=True)
+                terms.append((power, self._there(_padded(rows, column[order], stop - start, nowhere))))
+            own = [len(u) for u, (other, _, _) in zip(self.log_lambdas(), self.bonds, strict=True) if other == colour]
+            rows = torch.arange(len(own)).repeat_interleave(torch.tensor(own))
+            grid = _padded(rows, torch.arange(stop - start), len(own), stop - start)
+            cells = (grid.flatten() < stop - start).nonzero().squeeze(1)
+            found.append(_Colour(start, stop, tuple(terms), self._there(grid), self._there(cells)))
+            start = stop
+        return found
+
+    def _stack_held(self) -> None:
+        """Stack the held weights of each equation, so that their norms are found together."""
+        alike: dict[Equation, list[str]] = {}
+        for name, equation in zip(self.names, self.equations, strict=True):
+            if name in self.group.held:
+                alike.setdefault(equation, []).append(name)
+        self.held, self._held_equations = [name for own in alike.values() for name in own], list(alike)
+        if not self.held:
+            return
+        weights = {name: self.group.weights[name] for name in self.held}
+        self._stacked = [[(name, k) for name in own] for eq, own in alike.items() for k in range(len(eq.cores))]
+        shapes = [[weights[name].cores[k].shape for name, k in stack] for stack in self._stacked]
+        self.stacks = Stacks(shapes, self.device)
+        self.counts = self._there([float(len(own.cores)) for own in weights.values()])
+        us = [(n, u) for n, name in enumerate(self.held) for u in self.group._state(name).log_lambdas]
+        self.held_of_lambda = self._there(_repeated([(n, len(u)) for n, u in us]))
+        self.factor_of = self._there(_repeated([(n, len(tensor.reshape(-1))) for n, tensor in self._scaled()]))
+
+    def _scaled(self) -> list[tuple[int, Tensor]]:
+        """What a change of scale multiplies, and by which of all shares, factors and squares of factors."""
+        found = []
+        for n, name in enumerate(self.held):
+            found += [(n, core) for core in cores_of(self.group.weights[name])]
+            found += [(n + power * len(self.held), t) for t, power in self.group.held[name].companions()]
+        return found
+
+    # --- the formulas -------------------------------------------------------------------------------------------------
 
     def log_variances(self, u: Tensor) -> Tensor:
         """Of every slice that has a bond."""
@@ -278,7 +249,7 @@ class Table:
         """The log density of all weights; see `density.log_prob`."""
         flat, u = _join(self.cores()), _join(self.log_lambdas())
         variances = self.log_variances(u)
-        if self.free is not None:
+        if self.free_entries:
             variances = variances + self.free * math.log(other_variance)
         squares = torch.dot(flat, flat * torch.exp(-variances).index_select(0, self.slice_of_entry))
         of_lambda = torch.dot(self.linear - (a - 1), u) + b * u.exp().sum()
@@ -306,48 +277,28 @@ class Table:
             u = torch.cat([u[: colour.start], own, u[colour.stop :]])
         return u
 
-    def norms(self, flat: Tensor) -> Tensor:
+    def norms(self) -> Tensor:
         """The Frobenius norms of the held weights' tensors, in double precision, where long products stay in range."""
-        every = torch.cat([flat, self.zero]).double().index_select(0, self.in_stacks)
-        pieces = iter(every.split([math.prod(shape) for _, shapes in self.stacks for shape in shapes]))
-        squares = []
-        for equation, shapes in self.stacks:
-            cores = [next(pieces).view(shape) for shape in shapes]
-            both = stacked_operands(equation, cores) + stacked_operands(equation, cores, equation.bonds)
+        cores = [self.group.weights[name].cores[k] for stack in self._stacked for name, k in stack]
+        stacks, squares = iter(self.stacks(cores, torch.float64)), []
+        for equation in self._held_equations:
+            own = [next(stacks) for _ in equation.cores]
+            both = stacked_operands(equation, own) + stacked_operands(equation, own, equation.bonds)
             squares.append(algebra.contract(both, STACK))
         return torch.cat(squares).clamp_min(0.0).sqrt().to(self.exact)
 
     def hold_scale_(self) -> None:
         """Rescale held weights; see `Group.hold_scale_`."""
-        cores, us, norms = self.cores(), self.log_lambdas(), [self.group._state(n).held_norm for n in self.held]
-        flat, held = _join(cores), _join(norms)
-        size = self.norms(flat)
+        states = [self.group._state(name) for name in self.held]
+        norms, us = [state.held_norm for state in states], [u for state in states for u in state.log_lambdas]
+        held, size, scaled = _join(norms), self.norms(), [tensor for _, tensor in self._scaled()]
         held = torch.where(held > 0, held, size)
         factor = torch.where(size > 0, held / size, torch.ones_like(size))
         share, factor = shares(factor, self.counts, self.dtype)
+        factors = torch.cat([share, factor, factor.square()])
         _copy(norms, held)
-        share = torch.cat([share, self.one])
-        is_held = [name in self.group.held for name in self.names]
-        chosen = [own for own, name in zip(is_held, self.names, strict=True) for _ in self.group.weights[name].cores]
-        _copy(cores, flat * share.index_select(0, self.held_of_entry), chosen)
-        u = _join(us) + share.log().index_select(0, self.held_of_lambda)
-        _copy(us, u, [is_held[bond.row] for bond in self.bonds])
-        self._scale_companions_(factor)
-
-    def _scale_companions_(self, factor: Tensor) -> None:
-        """Scale what goes with held weights, such as biases and running statistics, each by a power of the factor."""
-        found = [
-            (tensor, row + (power - 1) * len(self.held))
-            for row, name in enumerate(self.held)
-            for tensor, power in self.group.held[name].companions()
-        ]
-        if not found:
-            return
-        key = [(row, tensor.numel()) for tensor, row in found]
-        if self._companions[0] != key:
-            self._companions = key, self._there(_repeated(key))
-        targets = [tensor for tensor, _ in found]
-        _copy(targets, _join(targets) * torch.cat([factor, factor.square()]).index_select(0, self._companions[1]))
+        _copy(scaled, _join(scaled) * factors.index_select(0, self.factor_of))
+        _copy(us, _join(us) + share.log().index_select(0, self.held_of_lambda))
 
 
 def colours(equation: Equation) -> list[int]:
@@ -376,27 +327,32 @@ def _join(tensors: Sequence[Tensor]) -> Tensor:
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
 
 
-def _copy(targets: Sequence[Tensor], flat: Tensor, chosen: Sequence[bool] | None = None) -> None:
-    """Copy the pieces of a vector to the tensors that were joined, or to those that are `chosen`."""
-    if _transformed():  # torch.vmap has no rules for whole lists of tensors
-        parts = flat.split([tensor.numel() for tensor in targets])
-        for target, part, wanted in zip(targets, parts, chosen or [True] * len(targets), strict=True):
-            if wanted:
-                target.copy_(part.view(target.shape))
+def _copy(targets: Sequence[Tensor], flat: Tensor) -> None:
+    """Copy the pieces of a vector to the tensors that were joined."""
+    if not _transformed():
+        torch._foreach_copy_(list(targets), list(_unflatten_dense_tensors(flat, targets)))
         return
-    values = _unflatten_dense_tensors(flat, targets)
-    if chosen is not None:
-        targets, values = list(compress(targets, chosen)), list(compress(values, chosen))
-    if targets:
-        torch._foreach_copy_(list(targets), list(values))
+    for target, part in zip(targets, flat.split([tensor.numel() for tensor in targets]), strict=True):
+        target.copy_(part.view(target.shape))
 
 
 def _transformed() -> bool:
-    """Whether `torch.vmap` or the like is active."""
+    """Whether `torch.vmap` or the like is active, which has no rules for whole lists of tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# --- indices ----------------------------------------------------------------------------------------------------------
 
 
 def _repeated(pairs: Sequence[tuple[int, int]]) -> Tensor:
     """For pairs (number, count): each number as often as its count."""
     numbers, counts = zip(*pairs, strict=True)
     return torch.tensor(numbers).repeat_interleave(torch.tensor(counts))
+
+
+def _padded(rows: Tensor, values: Tensor, count: int, fill: int) -> Tensor:
+    """A table of so many rows, where each value stands in its row; `rows` is sorted."""
+    lengths = rows.bincount(minlength=count)
+    table = torch.full((count, int(lengths.max())), fill)
+    table[rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]] = values
+    return table
