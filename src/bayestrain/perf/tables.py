@@ -28,7 +28,6 @@ from bayestrain.prior.density import Move
 from bayestrain.prior.groups import Group, shares, total
 from bayestrain.prior.hold import Held
 
-
 FEW = 4
 """On a CPU fewer weights than this are as fast one by one, and faster for many particles."""
 
