@@ -157,7 +157,7 @@ def test_files_that_cannot_be_predicted() -> None:
 
     def message(name: str, shape: tuple[int, ...] = (2,)) -> str:
         with pytest.raises(DataError) as caught:
-            read_array(Path(name), shape, torch.float32)
+            read_array(Path(name), shape)
         return str(caught.value)
 
     Path("text.csv").write_text("a,b\n1,2\nx,3\n")
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_predicted() -> None:
     Path("ragged.csv").write_text("1,2\n1,2,3\n")
     assert "ragged.csv cannot be read as rows of numbers" in message("ragged.csv")
     Path("wide.csv").write_text("1,2,3\n")
-    assert "wide.csv has the shape 1x3, but an input of this network is 2 numbers" in message("wide.csv")
+    assert "wide.csv has the shape 1x3, but an input of this network has the shape 2" in message("wide.csv")
     Path("empty.csv").write_text("a,b\n")
     assert "empty.csv" in message("empty.csv")
     Path("nan.csv").write_text("1,2\n3,nan\n")
@@ -175,12 +175,12 @@ def test_files_that_cannot_be_predicted() -> None:
     Path("broken.npy").write_bytes(b"\x93NUMPY")
     assert "broken.npy cannot be read" in message("broken.npy")
     torch.save({"x": 1}, "dict.pt")
-    assert "it holds a dict, not a tensor" in message("dict.pt")
+    assert "dict.pt cannot be read" in message("dict.pt")
     torch.save(refused, "code.pt")  # a function: loading it would import code
     assert "code.pt cannot be read" in message("code.pt")
     Path("broken.pt").write_text("no")
     assert "broken.pt cannot be read" in message("broken.pt")
-    with pytest.raises(DataError, match=r"a\.png must be a \.csv, \.npy, \.pt file: an input is 2 numbers, no picture"):
+    with pytest.raises(DataError, match=r"a\.png must be a \.csv, \.npy, \.pt file: an input has the shape 2"):
         read_inputs([Path("a.png")], {"input_shape": [2], "input_dtype": "float32"}, None)
 
 

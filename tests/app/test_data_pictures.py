@@ -30,9 +30,9 @@ def test_a_picture_of_the_right_kind_is_taken_as_it_is(digit: Image.Image, tmp_p
     digit.save(tmp_path / "a.png")
     picture = read_picture(tmp_path / "a.png", GRAY)
     assert (picture.pixels[0] == np.asarray(digit)).all()
-    assert (picture.pixels.dtype, picture.inverted, picture.changes) == (np.uint8, False, ())
+    assert (picture.pixels.dtype, picture.changes) == (np.uint8, [])
     ImageOps.invert(digit).save(tmp_path / "b.png")  # bright edge, but the network's own size: not touched
-    assert not read_picture(tmp_path / "b.png", GRAY).inverted
+    assert "inverted" not in read_picture(tmp_path / "b.png", GRAY).changes
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_pixels_that_are_no_numbers_are_refused(level: float, tmp_path: Path) ->
 def test_a_scan_is_made_small_inverted_and_says_so(digit: Image.Image, tmp_path: Path) -> None:
     ImageOps.invert(digit).resize((280, 280), Image.Resampling.NEAREST).convert("RGB").save(tmp_path / "scan.png")
     picture = read_picture(tmp_path / "scan.png", GRAY)
-    assert picture.inverted
-    assert picture.changes == ("280x280 to 28x28", "RGB to L")
+    assert "inverted" in picture.changes
+    assert picture.changes == ["280x280 to 28x28", "RGB to L", "inverted"]
     assert np.abs(picture.pixels[0] - np.asarray(digit).astype(int)).mean() < 5
     kept = read_picture(tmp_path / "scan.png", GRAY, False)
-    assert not kept.inverted
+    assert "inverted" not in kept.changes
     assert (kept.pixels == 255 - picture.pixels).all()
-    assert not read_picture(tmp_path / "scan.png", COLOUR).inverted  # photographs are taken as they are
+    assert "inverted" not in read_picture(tmp_path / "scan.png", COLOUR).changes  # photographs are taken as they are
 
 
 def test_proportions_are_kept_and_the_rest_is_background(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_what_is_transparent_is_white_paper(tmp_path: Path) -> None:
     ink.paste((0, 0, 0, 255), (40, 10, 60, 90))
     ink.save(tmp_path / "ink.png")
     picture = read_picture(tmp_path / "ink.png", GRAY)
-    assert picture.inverted
-    assert picture.changes == ("100x100 to 28x28", "RGBA to L", "transparent to white")
+    assert "inverted" in picture.changes
+    assert picture.changes == ["100x100 to 28x28", "RGBA to L", "transparent to white", "inverted"]
     assert picture.pixels[0, 14, 14] > 245
     assert picture.pixels[0, 0, 0] == 0
 
@@ -109,7 +109,7 @@ def test_black_ink_on_nothing_is_inverted_at_any_size(digit: Image.Image, tmp_pa
     for size in (digit.size, (100, 100)):
         ink.resize(size).save(tmp_path / "a.png")
         picture = read_picture(tmp_path / "a.png", GRAY)
-        assert picture.inverted
+        assert "inverted" in picture.changes
         assert "transparent to white" in picture.changes
         assert np.abs(picture.pixels[0].astype(int) - np.asarray(digit).astype(int)).mean() < 8
 
@@ -118,9 +118,9 @@ def test_a_colour_that_is_declared_transparent_is_told_of_and_an_opaque_alpha_is
     seven = Image.new("L", (28, 28), 0)
     seven.paste(255, (8, 6, 20, 9))
     seven.save(tmp_path / "seven.png", transparency=0)
-    assert read_picture(tmp_path / "seven.png", GRAY).changes == ("transparent to white",)
+    assert read_picture(tmp_path / "seven.png", GRAY).changes == ["transparent to white"]
     seven.convert("RGBA").save(tmp_path / "opaque.png")
-    assert read_picture(tmp_path / "opaque.png", GRAY).changes == ("RGBA to L",)
+    assert read_picture(tmp_path / "opaque.png", GRAY).changes == ["RGBA to L"]
 
 
 def test_a_photograph_lying_on_its_side_is_turned(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_file_that_is_not_an_image_is_refused(damage: str, tmp_path: Path) -> 
         path.write_bytes(path.read_bytes()[:500])
     elif damage != "missing":
         path.write_text("no image" if damage == "text" else "")
-    with pytest.raises(DataError, match=r"a\.png (is not an image|cannot be read as an image|is a damaged image)"):
+    with pytest.raises(DataError, match=r"a\.png (is not an image|cannot be read as an image)"):
         read_picture(path, GRAY)
 
 

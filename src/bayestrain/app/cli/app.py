@@ -19,9 +19,6 @@ from bayestrain.app.cli.screen import HELP, print_error
 from bayestrain.app.cli.train import train
 from bayestrain.errors import BayesTrainError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""How the system reports a disk without room."""
-
 
 class CleanErrors(TyperGroup):
     """Turns an error of the user's into one message on stderr and exit code 2, and Ctrl-C into exit code 130."""
@@ -34,7 +31,7 @@ class CleanErrors(TyperGroup):
         except BrokenPipeError:
             raise  # the reader of a pipe has gone, and click ends quietly
         except OSError as error:
-            room = " Make room first." if error.errno in FULL else ""
+            room = " Make room first." if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
             what = "A file" if error.filename is None else error.filename
             fail(error, f"{what} cannot be read or written: {error.strerror or error}.{room}")
         except KeyboardInterrupt as error:
@@ -57,20 +54,16 @@ def out_of_memory(error: MemoryError | RuntimeError) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
-app = typer.Typer(
-    cls=CleanErrors,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
-)
-
-
 def show_version(wanted: bool) -> None:
     if wanted:
         print(f"bayestrain {__version__}")
         raise typer.Exit
+
+
+app = typer.Typer(
+    cls=CleanErrors, add_completion=False, no_args_is_help=True, rich_markup_mode="rich",
+    pretty_exceptions_enable=False, context_settings=HELP,
+)  # fmt: skip
 
 
 @app.callback(epilog="Start with [bold]bayestrain train[/], which needs no download, or with [bold]bayestrain init[/].")

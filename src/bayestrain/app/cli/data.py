@@ -8,30 +8,22 @@ from typing import Annotated
 
 import typer
 
-from bayestrain.app.cli.screen import HELP, print_json
+from bayestrain.app.cli.screen import HELP
 from bayestrain.tables import text_table
 
 data_app = typer.Typer(no_args_is_help=True, help="List the data sets, or fetch one.", context_settings=HELP)
 
 
 @data_app.command("list")
-def list_data(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False) -> None:
+def list_data() -> None:
     """List the data sets, and whether they are on this machine."""
     from bayestrain.app import data
-    from bayestrain.app.data.fetch import home
 
-    entries = [
-        {
-            "name": spec.name, "title": spec.title, "present": all(file.find(home(spec)) for file in spec.files),
-            "megabytes": round(sum(file.size for file in spec.files) / 1e6), "licence": spec.licence,
-            "citation": spec.citation, "homepage": spec.homepage,
-        }
-        for spec in data.SPECS.values()
-    ]  # fmt: skip
-    if as_json:
-        print_json(entries)
-        return
-    rows = [[str(e["name"]), str(e["title"]), "yes" if e["present"] else "no", f"{e['megabytes']} MB"] for e in entries]
+    rows = []
+    for spec in data.SPECS.values():
+        here = all(file.find(data.home(spec)) for file in spec.files)
+        size = f"{sum(file.size for file in spec.files) / 1e6:.0f} MB"
+        rows.append([spec.name, spec.title, "yes" if here else "no", size])
     print(text_table(["name", "what", "here", "size"], rows, left_columns=3))
     print(f"\nFetch one with: bayestrain data get NAME. The cache is {data.cache_folder()}.")
 

@@ -12,7 +12,6 @@ import typer
 from bayestrain.errors import ConfigError
 
 STARTER = Path(__file__).parent / "starter"
-ROWS, COLUMNS = 1_000, 8
 
 
 def init(
@@ -28,11 +27,9 @@ def init(
     """
     contents = {path.name: path.read_text(encoding="utf-8") for path in STARTER.iterdir() if path.is_file()}
     contents |= tables()
-    there = [name for name in contents if (folder / name).exists()]
+    there = sorted(name for name in contents if (folder / name).exists())
     if there:
-        raise ConfigError(
-            f"{folder} already has {', '.join(sorted(there))}. Choose another folder: bayestrain init DIR"
-        )
+        raise ConfigError(f"{folder} already has {', '.join(there)}. Choose another folder: bayestrain init DIR")
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         with (folder / name).open("x", encoding="utf-8") as file:
@@ -46,11 +43,12 @@ def init(
 def tables() -> dict[str, str]:
     """A table of Friedman's regression problem, whose last three inputs do not matter, and rows to predict."""
     draw = random.Random(0)
-    header = [f"x{i}" for i in range(1, COLUMNS + 1)]
-    lines = [",".join([*header, "y"])]
-    for _ in range(ROWS):
-        x = [draw.random() for _ in header]
-        y = 10 * math.sin(math.pi * x[0] * x[1]) + 20 * (x[2] - 0.5) ** 2 + 10 * x[3] + 5 * x[4] + draw.gauss(0, 1)
-        lines.append(",".join(f"{value:.4f}" for value in (*x, y)))
-    new = [",".join(header), *(",".join(f"{draw.random():.4f}" for _ in header) for _ in range(3))]
-    return {"table.csv": "\n".join(lines) + "\n", "new.csv": "\n".join(new) + "\n"}
+    header, rows = ",".join(f"x{i}" for i in range(1, 9)), [[draw.random() for _ in range(8)] for _ in range(1_003)]
+    lines = [",".join(f"{value:.4f}" for value in row) for row in rows]
+    noise = [draw.gauss(0, 1) for _ in rows]
+    y = [10 * math.sin(math.pi * x[0] * x[1]) + 20 * (x[2] - 0.5) ** 2 + 10 * x[3] + 5 * x[4] for x in rows]
+    known = [f"{line},{value + e:.4f}" for line, value, e in zip(lines, y, noise, strict=True)]
+    return {
+        "table.csv": "\n".join([f"{header},y", *known[:-3]]) + "\n",
+        "new.csv": "\n".join([header, *lines[-3:]]) + "\n",
+    }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device, resolve
-from bayestrain.app.cli.screen import percent, print_json, read_result
+from bayestrain.app.cli.runs import Device
+from bayestrain.app.cli.screen import finished, print_json, resolve_device
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
@@ -24,16 +23,16 @@ ARRAYS = (".csv", ".npy", ".pt")
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
     inputs: Annotated[
         list[Path],
-        typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input a row.", metavar="INPUT..."),
+        typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.", metavar="INPUT..."),
     ],
     invert: Annotated[
         bool | None,
         typer.Option(
-            "--invert/--no-invert", help="Swap dark and bright in pictures: a scan on paper needs it for digits.",
-            show_default="for grey pictures with a bright edge; the answer says so",
+            "--invert/--no-invert", help="Swap dark and bright in pictures, as digits scanned from paper need it.",
+            show_default="for grey pictures with a bright edge",
         ),
     ] = None,
     device: Device = "auto",
@@ -42,98 +41,92 @@ def predict(
     """Predict classes or values, with probability or interval; a posterior also says how certain it is, and why.
 
     Pictures of any size are scaled to that of the network's images. A run names the function that builds its network,
-    which is called: predict with runs you trust.
+    and that function is called: only use runs you trust.
 
     \b
     [bold]Examples[/]
       bayestrain predict runs/digits-seed0 seven.png
       bayestrain predict first new.csv --json
     """
-    result = read_result(run)
+    result = finished(folder).result
     for path in inputs:
         if not path.exists():
             raise DataError(f"{path} does not exist. Name files to predict.")
-    x, names, changes = read_inputs(inputs, result, invert)
+    x, labels = read_inputs(inputs, result, invert)
     from bayestrain.train.run import load_run
 
-    prediction: Any = load_run(run, device=resolve(device)).predict(x)
+    prediction: Any = load_run(folder, device=resolve_device(device)).predict(x)
     particles = (result.get("posterior") or {}).get("particles") or 1
     if particles == 1 and result.get("calibrated"):
         prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
-    rows = answers(prediction, result.get("classes"))
-    for row, name, change in zip(rows, names, changes, strict=True):
-        row |= {"input": name, "changed": change}
+    rows = [answer | label for answer, label in zip(answers(prediction, result.get("classes")), labels, strict=True)]
     if as_json:
         print_json(rows)
         return
-    shown = [words(row, particles) for row in rows]
-    header = list(dict.fromkeys(key for cells in shown for key in cells))
-    print(text_table(header, [[cells.get(key, "") for key in header] for cells in shown], left_columns=len(header)))
+    cells = [words(row, particles) for row in rows]
+    header = list(dict.fromkeys(key for row in cells for key in row))
+    print(text_table(header, [[row.get(key, "") for key in header] for row in cells], left_columns=len(header)))
 
 
 def read_inputs(
     paths: Sequence[Path], result: Mapping[str, Any], invert: bool | None
-) -> tuple[Tensor, list[str], list[str]]:
-    """All inputs as one batch, a name for each, and what was changed in a picture."""
+) -> tuple[Tensor, list[dict[str, str]]]:
+    """All inputs as one batch, and for each its name and what was changed in a picture."""
     import torch
 
     if not result.get("input_shape"):
         raise DataError(
             "this network takes more than one tensor. Predict in Python: train.run.load_run(RUN).predict(x)"
         )
-    shape = tuple(result["input_shape"])
-    parts, names, changes = [], [], []
+    shape, parts, labels = tuple(result["input_shape"]), [], []
     for path in paths:
         if path.suffix.lower() in ARRAYS:
-            rows = read_array(path, shape, getattr(torch, result["input_dtype"]))
-            names += [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
-            changes += [""] * len(rows)
+            rows = read_array(path, shape).to(getattr(torch, result["input_dtype"]))
+            names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
+            labels += [{"input": name, "changed": ""} for name in names]
         elif len(shape) == 3 and shape[0] in (1, 3):
             from bayestrain.app.data.pictures import read_picture
 
-            picture = read_picture(path, shape, invert)
-            rows = torch.from_numpy(picture.pixels).float()[None] / 255
+            pixels, changes = read_picture(path, shape, invert)
+            rows = torch.from_numpy(pixels).float()[None] / 255
             if result.get("mean"):
                 mean, std = (torch.tensor(result[key])[:, None, None] for key in ("mean", "std"))
                 rows = (rows - mean) / std
-            names.append(str(path))
-            changes.append(", ".join([*picture.changes, *["inverted"] * picture.inverted]))
+            labels.append({"input": str(path), "changed": ", ".join(changes)})
         else:
-            raise DataError(
-                f"{path} must be a {', '.join(ARRAYS)} file: an input is {times(shape)} numbers, no picture."
-            )
+            raise DataError(f"{path} must be a {', '.join(ARRAYS)} file: an input has the shape {times(shape)}.")
         parts.append(rows)
-    return torch.cat(parts), names, changes
+    return torch.cat(parts), labels
 
 
-def read_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Tensor:
+def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
     """The rows of a .csv (a header is skipped), .npy or .pt file, each an input of the given shape."""
     import numpy as np
     import torch
 
     try:
         if path.suffix.lower() == ".csv":
-            rows = [line.split(",") for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-            header = bool(rows) and not re.match(r"\s*[-+.\d]", rows[0][0])
-            found = torch.tensor([[float(cell) for cell in row] for row in rows[header:]], dtype=torch.float64)
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            header = bool(lines) and not lines[0].lstrip().startswith(tuple("+-.0123456789"))
+            if not "".join(lines[header:]).strip():
+                raise ValueError("it has no row")
+            found = torch.from_numpy(np.loadtxt(lines[header:], delimiter=",", ndmin=2))
         elif path.suffix.lower() == ".npy":
             found = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            if not isinstance(found, torch.Tensor):
-                raise ValueError(f"it holds a {type(found).__name__}, not a tensor")
+            found = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
     except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"{path} cannot be read as rows of numbers: {str(error).partition('. ')[0]}.") from None
     if found.shape == shape:
         found = found[None]
     if not found.ndim or not len(found) or math.prod(found.shape[1:]) != math.prod(shape):
         raise DataError(
-            f"{path} has the shape {times(found.shape)}, but an input of this network is {times(shape)} numbers, one "
-            "input a row. Leave out columns that are no inputs, such as the target."
+            f"{path} has the shape {times(found.shape)}, but an input of this network has the shape {times(shape)}. "
+            "Give one input per row, without columns that are no inputs, such as the target."
         )
     if not bool(found.isfinite().all()):
         raise DataError(f"{path} has values that are not finite numbers. Replace them first.")
-    return found.reshape(-1, *shape).to(dtype)
+    return found.reshape(-1, *shape)
 
 
 def answers(prediction: Any, classes: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -162,18 +155,16 @@ def words(row: Mapping[str, Any], particles: int) -> dict[str, str]:
     """An answer as the cells of a table."""
     cells = {"input": row["input"]}
     if "class" in row:
-        cells |= {"class": row["class"], "probability": percent(row["probability"])}
+        cells |= {"class": row["class"], "probability": f"{row['probability']:.2%}"}
         if particles > 1:
-            cells["90 % of networks"] = f"{percent(row['low'])} - {percent(row['high'])}"
-        cells |= {"certainty": row["reason"], "next": f"{row['next']} {percent(row['next_probability'])}"}
+            cells["90% of networks"] = f"{row['low']:.2%} - {row['high']:.2%}"
+        cells |= {"certainty": row["reason"], "next": f"{row['next']} {row['next_probability']:.2%}"}
     else:
         each = {key: value if isinstance(value, list) else [value] for key, value in row.items()}
         cells["prediction"] = "  ".join(f"{value:.5g}" for value in each["prediction"])
         ends = zip(each["low"], each["high"], strict=True)
-        cells["90 % interval"] = "  ".join(f"{low:.5g} .. {high:.5g}" for low, high in ends)
+        cells["90% interval"] = "  ".join(f"{low:.5g} .. {high:.5g}" for low, high in ends)
         if particles > 1:
             shares = zip(each["epistemic"], each["total"], strict=True)
-            cells["networks disagree"] = "  ".join(
-                f"{100 * part / total:.0f} % of the variance" for part, total in shares
-            )
+            cells["networks disagree"] = "  ".join(f"{part / total:.0%} of the variance" for part, total in shares)
     return cells | ({"changed": row["changed"]} if row["changed"] else {})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bayestrain.app.cli.screen import closing_lines, print_json, read_result
+from bayestrain.app.cli.screen import finished, print_closing, print_json, resolve_device, write_page
 from bayestrain.errors import ConfigError
 from bayestrain.tables import text_table, times
+
+if TYPE_CHECKING:
+    from bayestrain.app.report.read import Run
 
 DEVICE = "auto, cpu, cuda, cuda:N or mps. Default: a GPU if there is one."
 Device = Annotated[str, typer.Option("--device", help=DEVICE, metavar="DEVICE", show_default=False)]
@@ -19,51 +20,49 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RU
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show how every layer multiplies here, and its predicted time.")
+        bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its predicted time.")
     ] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: inputs at a time.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
 ) -> None:
-    """Show the layers of a run's network: formats, ranks and sizes, or how they multiply.
+    """Show the layers of a run's network: formats, ranks and sizes.
 
     \b
     [bold]Examples[/]
       bayestrain inspect runs/digits-seed0
       bayestrain inspect runs/digits-seed0 --plan --batch 1
     """
-    result = read_result(run)
+    run = finished(folder)
     if as_json:
-        print_json(result)
+        print_json(run.result)
     elif plan:
         import torch
 
         from bayestrain.overview import summary
         from bayestrain.train.run import load_run
 
-        x = torch.zeros(batch, *result["input_shape"], dtype=getattr(torch, result["input_dtype"]))
-        print(summary(load_run(run, device="cpu").template, x))
+        x = torch.zeros(batch, *run.result["input_shape"], dtype=getattr(torch, run.result["input_dtype"]))
+        print(summary(load_run(folder, device="cpu").template, x))
     else:
-        print(rank_table(result))
+        print(rank_table(run))
 
 
-def rank_table(result: Mapping[str, Any]) -> str:
+def rank_table(run: Run) -> str:
     """A row for each factorised layer, and one for the whole network."""
-    size, dense = result["parameters"], result["dense_parameters"]
-    rows = []
-    for name, layer in result["layers"].items():
-        if layer["format"]:
-            ranks, old, new = " ".join(map(str, result["ranks"].get(name, ()))), layer["dense"], layer["now"]
-            kind = [name, layer["format"], layer["layout"], times(layer["shape"]), ranks or "-"]
-            rows.append([*kind, f"{old:,}", f"{new:,}", f"{old / new:.1f}x"])
-    particles = (result.get("posterior") or {}).get("particles") or 1
+    particles = run.posterior.get("particles", 1)
     each = f", in each of {particles} particles" if particles > 1 else ""
+    rows = [
+        [x.name, x.format, x.layout, times(x.shape), " ".join(map(str, x.ranks)), f"{x.sizes['dense']:,.0f}",
+         f"{x.sizes['now']:,.0f}", f"{x.ratio:.1f}x"] for x in run.layers if x.format
+    ]  # fmt: skip
     if not rows:
-        return f"No layer is factorised: {size:,} parameters{each}."
-    rows.append(["whole network", "", "", "", "", f"{dense:,}", f"{size:,}", f"{dense / size:.1f}x"])
+        return f"No layer is factorised: {run.parameters:,} parameters{each}."
+    dense = run.result["dense_parameters"]
+    rows.append(["whole network", "", "", "", "", f"{dense:,}", f"{run.parameters:,}", f"{run.ratio:.1f}x{each}"])
     header = ["layer", "format", "layout", "shape", "ranks", "dense", "now", "smaller"]
-    return text_table(header, rows, left_columns=5) + each * bool(each)
+    return text_table(header, rows, left_columns=5)
 
 
 def evaluate(folders: Runs, device: Device = "auto") -> None:
@@ -74,12 +73,13 @@ def evaluate(folders: Runs, device: Device = "auto") -> None:
       bayestrain evaluate runs/digits-seed0
     """
     for folder in folders:
-        read_result(folder)
-    place = resolve(device)
+        finished(folder)
+    place = resolve_device(device)
     from bayestrain.train.run import evaluate_run
 
     for folder in folders:
-        closing(evaluate_run(folder, device=place), write_page(folder))
+        evaluate_run(folder, device=place)
+        print_closing(folder)
 
 
 def report(
@@ -110,31 +110,3 @@ def report(
     from bayestrain.app.report import write_comparison
 
     print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
-
-
-def write_page(folder: Path) -> Path:
-    from bayestrain.app.report import write_report
-
-    return write_report(folder)
-
-
-def closing(result: Mapping[str, Any], page: Path) -> None:
-    """Print what a run came to, and where its report is."""
-    for word, value in closing_lines(result):
-        print(f"{word + ':':<20}{value}")
-    print(f"{'report:':<20}{page}")
-
-
-def resolve(device: str) -> str:
-    """The torch device meant by --device, if this machine has it."""
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        raise ConfigError(f"--device must be auto, cpu, cuda, cuda:N or mps, got {device}.")
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    found = {"cpu": 1, "mps": int(torch.backends.mps.is_available()), "cuda": torch.cuda.device_count()}
-    kind, _, number = device.partition(":")
-    if int(number or 0) >= found[kind]:
-        raise ConfigError(f"--device {device}: PyTorch finds {found[kind]} such devices here. Use --device cpu.")
-    return device

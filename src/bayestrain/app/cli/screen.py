@@ -1,16 +1,23 @@
-"""Printing: results on stdout, messages on stderr, and numbers in readable form."""
+"""What commands share: messages on stderr, results on stdout, progress, and finished runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from bayestrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bayestrain.app.report.read import Run
+    from bayestrain.train.callbacks import Callback
 
 HELP = {"help_option_names": ["-h", "--help"]}
 FEW_LAYERS = 6
@@ -26,54 +33,74 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
 
 
-def read_result(run: Path) -> dict[str, Any]:
-    """The result.json of a finished run. What is not there is reported before torch is imported."""
-    if not run.exists():
-        raise ConfigError(f"{run} does not exist. Name the folder of a run.")
-    if not (run / "result.json").is_file():
-        raise ConfigError(f"{run} holds no finished run. To finish one: bayestrain train --resume --out {run}")
-    from bayestrain.train.folder import read_json
+def finished(folder: Path) -> Run:
+    """A finished run. What is not there is reported at once, before anything heavy is imported."""
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
+    if not (folder / "result.json").is_file():
+        raise ConfigError(f"{folder} holds no finished run. To finish one: bayestrain train --resume --out {folder}")
+    from bayestrain.app.report.read import read_run
 
-    return read_json(run / "result.json", "parameters", "dense_parameters", "layers")
-
-
-def percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f} %"
+    return read_run(folder)
 
 
-def duration(seconds: float) -> str:
-    """75 -> "1:15", 4000 -> "1:06:40"."""
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def write_page(folder: Path) -> Path:
+    """Write the report of a run."""
+    from bayestrain.app.report import write_report
+
+    return write_report(folder)
 
 
-def closing_lines(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a finished run has to say, as (word, value)."""
-    metrics, calibrated = result.get("metrics") or {}, result.get("calibrated") or {}
-    for name, value in metrics.items():
-        text = percent(value) if name in ("accuracy", "coverage_90") else f"{value:.4g}"
-        at = calibrated.get("temperature")
-        if name == "log_likelihood" and at and at != 1:
-            text += f" ({calibrated[name]:.4g} at temperature {at:.2f})"
-        yield {"coverage_90": "in 90 % interval"}.get(name, name.replace("_", " ")), text
-    posterior = result.get("posterior") or {}
-    particles = posterior.get("particles") or 1
-    if particles > 1:
-        yield "posterior", f"{particles} particles by {posterior['method']}"
-    for text in posterior.get("warnings", ()):
-        yield "warning", text
-    size, dense = result["parameters"], result["dense_parameters"]
-    smaller = f" instead of {dense:,}: {dense / size:.3g}x smaller" if dense > size else ""
-    yield "parameters", f"{size:,}{smaller}{', each' * (particles > 1)}"
-    if ranks := ranks_in_short(result.get("ranks") or {}):
-        yield "ranks", ranks
-    yield "time", duration(result["seconds"])
+def print_closing(folder: Path) -> None:
+    """Print what a finished run came to, and write its report."""
+    from bayestrain.app.report.page import tiles
+    from bayestrain.app.report.read import reading
+
+    run = finished(folder)
+    with reading(folder):
+        lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
+        bonds = [rank for layer in run.tensor_layers for rank in layer.ranks]
+        if 0 < len(run.tensor_layers) <= FEW_LAYERS:
+            lines.append(("Ranks", ",  ".join(f"{x.name}: {' '.join(map(str, x.ranks))}" for x in run.tensor_layers)))
+        elif bonds:
+            lines.append(("Ranks", f"{sum(bonds) / len(bonds):.1f} on average in {len(run.tensor_layers)} layers"))
+        lines += [("Warning", str(text)) for text in run.posterior.get("warnings", ())]
+    for label, text in [*lines, ("Report", str(write_page(folder)))]:
+        print(f"{label + ':':<24}{text}")
 
 
-def ranks_in_short(ranks: Mapping[str, Sequence[int]]) -> str:
-    """The ranks of a few layers, or the mean rank of many."""
-    if len(ranks) <= FEW_LAYERS:
-        return ",  ".join(f"{name}: {' '.join(map(str, row)) or '-'}" for name, row in ranks.items())
-    bonds = [rank for row in ranks.values() for rank in row]
-    return f"mean rank {sum(bonds) / max(len(bonds), 1):.1f} in {len(ranks)} layers"
+@contextmanager
+def shown_progress(silent: bool) -> Iterator[list[Callback]]:
+    """Callbacks that show a run on stdout, or none: a line per epoch with the time left.
+
+    What the package logs, such as downloads, is shown too.
+    """
+    from bayestrain.train.callbacks import ProgressPrinter
+
+    handler, logger = logging.StreamHandler(sys.stdout), logging.getLogger("bayestrain")
+    level = logger.level
+    if not silent:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield [] if silent else [ProgressPrinter()]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def resolve_device(device: str) -> str:
+    """The torch device meant by --device, if this machine has it."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {
+        "cpu": 1, "mps": int(torch.backends.mps.is_available()), "cuda": torch.cuda.device_count()
+    }  # fmt: skip
+    kind, colon, number = device.partition(":")
+    if kind not in found or (colon and not number.isdecimal()):
+        raise ConfigError(f"--device must be auto, cpu, cuda, cuda:N or mps, got {device}.")
+    if int(number or 0) >= found[kind]:
+        raise ConfigError(f"--device {device}: PyTorch finds {found[kind]} such devices here. Use --device cpu.")
+    return device

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import DEVICE, closing, resolve, write_page
-from bayestrain.app.cli.screen import print_error, print_json
+from bayestrain.app.cli.runs import DEVICE
+from bayestrain.app.cli.screen import print_closing, print_error, print_json, resolve_device, shown_progress, write_page
 from bayestrain.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from bayestrain.train.config import RunConfig
 
 WHAT, WHERE, SHOW = "What to train", "Where", "What to print"
-CHECKPOINT = "checkpoint.pt"
 EXAMPLE = Path(__file__).parents[1] / "example.toml"
 
 
@@ -34,7 +33,7 @@ def train(
     config: Annotated[Path | None, option(WHAT, "--config", "FILE.toml", "Settings of the run.")] = None,
     overrides: Annotated[list[str] | None, option(WHAT, "--set", "KEY=VALUE", "Change a setting, as in fit.epochs=3. "
                                                   "May be repeated.")] = None,
-    particles: Annotated[int | None, option(WHAT, "--particles", "N", "Train a posterior of N networks. 5 to 20 are "
+    particles: Annotated[int | None, option(WHAT, "--particles", "N", "Train a posterior of N networks; 5 to 20 are "
                                             "good numbers.")] = None,
     from_run: Annotated[Path | None, option(WHAT, "--from", "RUN", "Start from the network of a finished run, for "
                                             "example to make it smaller.")] = None,
@@ -66,8 +65,8 @@ def train(
         raise ConfigError("--resume continues a run and --overwrite replaces it: give one of them.")
     short = {"run.model": model, "run.data": data, "run.seed": seed, "posterior.particles": particles}
     short["run.from_run"] = None if from_run is None else str(from_run)
-    chosen = choose_config(config, {k: v for k, v in short.items() if v not in (None, "")}, overrides or [],
-                           out if resume else None)  # fmt: skip
+    given = {key: value for key, value in short.items() if value not in (None, "")}
+    chosen = choose_config(config, given, overrides or [], out if resume else None)
     if print_config:
         from bayestrain.train.config import dumps
 
@@ -76,31 +75,34 @@ def train(
     folder = out or default_folder(chosen, resume)
     if config is not None and config.resolve() == (folder / "config.toml").resolve():
         raise ConfigError(f"the run would overwrite your own {config}. Choose another --out, or rename the file.")
-    if not (resume or overwrite) and any((folder / name).exists() for name in ("result.json", CHECKPOINT)):
+    if not (resume or overwrite) and ((folder / "result.json").exists() or checkpoint(folder)):
         raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
-    place = resolve(device)
-    from bayestrain.app.cli.live import shown_progress
+    place = resolve_device(device)
     from bayestrain.train import run
 
+    program = "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
+    again = "Nothing was saved yet: run the same command again."
     try:
         with shown_progress(quiet or as_json) as callbacks:
             result = run.train_run(
                 chosen, folder, device=place, resume=resume, overwrite=overwrite, callbacks=callbacks,
-                command=command_line(),
+                command=f"{program} {shlex.join(sys.argv[1:])}",
             )  # fmt: skip
-    except (Interrupted, KeyboardInterrupt):
-        print_error(f"stopped by Ctrl-C. {how_to_resume(folder, device)}")
+    except (Interrupted, KeyboardInterrupt, OSError) as error:
+        if checkpoint(folder):
+            again = f"Continue with: {program} train --resume --out {shlex.quote(str(folder))}"
+            again += "" if device == "auto" else f" --device {device}"
+        if isinstance(error, OSError):
+            error.add_note(again)
+            raise
+        print_error(f"stopped by Ctrl-C. {again}")
         raise typer.Exit(130) from None
-    except OSError as error:
-        error.add_note(how_to_resume(folder, device))
-        raise
-    page = write_page(folder)
     if as_json:
-        print_json({**result, "folder": str(folder), "report": str(page)})
+        print_json({**result, "folder": str(folder), "report": str(write_page(folder))})
     elif quiet:
-        print(page)
+        print(write_page(folder))
     else:
-        closing(result, page)
+        print_closing(folder)
 
 
 def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> RunConfig:
@@ -125,26 +127,14 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
 def default_folder(config: RunConfig, resume: bool) -> Path:
     """runs/NAME-seedN, with a counter if that exists; to resume, the latest of these."""
     name = re.sub(r"[^\w.-]+", "-", config.run.name).strip("-.") or "run"
-    first = last = Path("runs") / f"{name}-seed{config.run.seed}"
-    count, candidate = 1, first
+    last = candidate = Path("runs") / f"{name}-seed{config.run.seed}"
+    count = 1
     while candidate.exists():
         last, count = candidate, count + 1
-        candidate = first.with_name(f"{first.name}-{count}")
+        candidate = candidate.with_name(f"{name}-seed{config.run.seed}-{count}")
     return last if resume else candidate
 
 
-def program() -> str:
-    """How this program was called: "bayestrain", or "python -m bayestrain"."""
-    return "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
-
-
-def command_line() -> str:
-    return f"{program()} {shlex.join(sys.argv[1:])}"
-
-
-def how_to_resume(folder: Path, device: str) -> str:
-    """What to type after an interruption."""
-    if not (folder / CHECKPOINT).is_file():
-        return "Nothing was saved yet: run the same command again."
-    option = "" if device == "auto" else f" --device {device}"
-    return f"Continue with: {program()} train --resume --out {shlex.quote(str(folder))}{option}"
+def checkpoint(folder: Path) -> bool:
+    """Whether there is something to resume."""
+    return (folder / "checkpoint.pt").is_file()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -22,17 +22,14 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture ready for the network: uint8 (C, H, W), whether it was inverted, and what else was changed."""
+class Picture(NamedTuple):
+    """A picture ready for the network: uint8 (C, H, W), and what was changed."""
 
-    path: Path
     pixels: Array
-    inverted: bool
-    changes: tuple[str, ...]
+    changes: list[str]
 
 
-def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None = None) -> Picture:
+def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> Picture:
     """Read a picture file and convert it to `shape` (C, H, W); 1 channel is grey, 3 are red, green and blue.
 
     `invert` swaps dark and bright, or not. None decides for grey networks, which expect bright things on black: a
@@ -50,16 +47,18 @@ def read_picture(path: Path, shape: tuple[int, int, int], invert: bool | None = 
         changes.append("transparent to white")
     fits = image.size == (width, height)
     image = _eight_bits(image, mode)
+    edge = _edge(image)
     if invert is None:
-        invert = channels == 1 and not (fits and not transparent) and int(np.median(_edge(image))) > BRIGHT
+        invert = channels == 1 and (transparent or not fits) and int(np.median(edge)) > BRIGHT
     if not fits:
         changes.insert(0, f"{image.width}x{image.height} to {width}x{height}")
-        background = tuple(int(level) for level in np.median(_edge(image), axis=0))
+        background = tuple(int(level) for level in np.median(edge, axis=0))
         image = ImageOps.pad(image, (width, height), Image.Resampling.LANCZOS, color=background)
     if invert:
         image = ImageOps.invert(image)
+        changes.append("inverted")
     pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, channels)
-    return Picture(path, pixels.transpose(2, 0, 1).copy(), bool(invert), tuple(changes))
+    return Picture(pixels.transpose(2, 0, 1).copy(), changes)
 
 
 def _open(path: Path) -> Image.Image:
@@ -77,21 +76,16 @@ def _open(path: Path) -> Image.Image:
         raise DataError(f"{path} is not an image, or not one of {', '.join(FORMATS)}. Convert it to PNG.") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise DataError(f"{path} is an image of far too many pixels. Make it smaller first.") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read as an image: {error.strerror or error}.") from None
-    except (ValueError, SyntaxError, RuntimeError, EOFError, MemoryError) as error:  # Pillow's, for damaged files
-        raise DataError(f"{path} is a damaged image: {error}.") from None
+    except (OSError, ValueError, SyntaxError, RuntimeError, EOFError, MemoryError) as error:  # Pillow's, for damage
+        raise DataError(f"{path} cannot be read as an image: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
     """`image` with 8 bits a channel, on white where it is transparent, as viewers show it."""
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         levels = np.asarray(image, dtype=np.float64)
-        if image.mode.startswith("I;16"):
-            top = 65535.0
-        else:
-            tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
-            top = next((top for top in tops if levels.max(initial=0.0) <= top), levels.max(initial=0.0))
+        tops = (65535.0,) if image.mode.startswith("I;16") else (1.0, 255.0, 65535.0)[image.mode == "I" :]
+        top = next((top for top in tops if levels.max(initial=0.0) <= top), levels.max(initial=0.0))
         image = Image.fromarray(((levels / top).clip(0.0, 1.0) * 255).round().astype(np.uint8))
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
