@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import json
 import struct
 from pathlib import Path
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from bayestrain import data
-from bayestrain.app.data import decode
+from bayestrain.app.data import images as decode
 
 IMAGES = gzip.decompress((Path(data.__file__).parent / "mnist_mini" / "t10k-images-idx3-ubyte.gz").read_bytes())
 
@@ -46,20 +44,3 @@ def test_a_cifar_record_is_a_label_and_three_planes() -> None:
     assert images[9_999, 0].unique().tolist() == [10]
     assert images[0, 1].unique().tolist() == [20]
     assert images[5_000, 2, 13].tolist() == list(range(32))
-
-
-def test_pictures_become_the_batches_they_were_made_from(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    few = torch.randint(256, (6, 10, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    labels = [(k + i) % 10 for k in range(6) for i in range(10_000)]
-    for name, batch in zip(decode.CIFAR_PICTURES, few, strict=False):
-        rows = batch.repeat(1000, 1, 1, 1).reshape(10_000, 3, 1024).transpose(1, 2)  # one row an image, RGB
-        picture = Image.frombytes("RGB", (1024, 10_000), rows.contiguous().numpy().tobytes())
-        picture.save(tmp_path / name, compress_level=1)
-    (tmp_path / "train_lables.json").write_text(json.dumps(labels[:50_000]))
-    (tmp_path / "test_lables.json").write_text(json.dumps(labels[50_000:]))
-    decode.write_cifar_batches(tmp_path)
-    for k, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
-        images, found = decode.cifar_batch((tmp_path / name).read_bytes())
-        assert torch.equal(images[-10:], few[k])
-        assert found.tolist() == labels[k * 10_000 : (k + 1) * 10_000]

@@ -130,54 +130,63 @@ def test_a_killed_download_leaves_no_bad_file(served: tuple[str, Path], tmp_path
     assert names(cache) == NAMES
 
 
-def packed(archive: Path, *members: tuple[str, bytes | Path], kind: bytes = tarfile.REGTYPE) -> dict[str, str]:
-    """Write a tar archive and return it as a source."""
+def packed(
+    served: tuple[str, Path], name: str, *members: tuple[str, bytes | Path], kind: bytes = tarfile.REGTYPE
+) -> dict[str, str]:
+    """Let the server have a tar archive, and return it as a source."""
+    archive = served[1] / name
     with tarfile.open(archive, "w:gz") as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
+        for member_name, content in members:
+            member = tarfile.TarInfo(member_name)
             if isinstance(content, Path):
-                tar.add(content, name)
+                tar.add(content, member_name)
             elif kind == tarfile.SYMTYPE:
                 member.type, member.linkname = kind, content.decode()
                 tar.addfile(member)
             else:
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    return {"file": str(archive), "sha256": hashlib.sha256(archive.read_bytes()).hexdigest()}
+    return described(served, name)
 
 
-def test_an_archive_is_unpacked_only_with_the_right_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = packed(tmp_path / "mini.tar.gz", ("somewhere/deep", MINI))
+def described(served: tuple[str, Path], name: str) -> dict[str, str]:
+    sha256 = hashlib.sha256((served[1] / name).read_bytes()).hexdigest()
+    return {"archive": f"{served[0]}/good/{name}", "sha256": sha256}
+
+
+def test_an_archive_is_unpacked_only_with_the_right_checksum(
+    served: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = packed(served, "mini.tar.gz", ("somewhere/deep", MINI))
     fetch(FILES, tmp_path / "cache", [source])
     assert names(tmp_path / "cache") == NAMES
     monkeypatch.setattr(tarfile, "open", lambda *_, **__: pytest.fail("unpacked"))
-    with pytest.raises(DataError, match=r"mini\.tar\.gz is not the published archive: its sha256 must be 0000, not"):
-        fetch(FILES, tmp_path / "other", [source | {"sha256": "0000"}])
+    with pytest.raises(DataError, match=r"mini\.tar\.gz: SHA256 hash of downloaded file"):
+        fetch(FILES, tmp_path / "other", [source | {"sha256": "0" * 64}])
 
 
-def test_an_archive_gives_its_files_and_nothing_else(tmp_path: Path) -> None:
-    first = FILES[0].name
+def test_an_archive_gives_its_files_and_nothing_else(served: tuple[str, Path], tmp_path: Path) -> None:
+    first, before = FILES[0].name, names(tmp_path)
     content = (MINI / f"{first}.gz").read_bytes()
-    source = packed(tmp_path / "a.tar.gz", ("/etc/evil", b"x"), (f"../../{first}.gz", content), ("other", b"y"))
+    source = packed(served, "a.tar.gz", ("/etc/evil", b"x"), (f"../../{first}.gz", content), ("other", b"y"))
     fetch(FILES[:1], tmp_path / "a" / "b", [source])
     assert names(tmp_path / "a" / "b") == [first]
-    assert names(tmp_path) == ["a", "a.tar.gz"]
-    link = packed(tmp_path / "link.tar.gz", (first, b"/etc/passwd"), kind=tarfile.SYMTYPE)
+    assert names(tmp_path) == ["a", *before]
+    link = packed(served, "link.tar.gz", (first, b"/etc/passwd"), kind=tarfile.SYMTYPE)
     with pytest.raises(DataError, match=f"has no {first}"):
         fetch(FILES[:1], tmp_path / "cache", [link])
-    cut = tmp_path / "cut.tar.gz"
-    cut.write_bytes((tmp_path / "a.tar.gz").read_bytes()[:500_000])
+    (served[1] / "cut.tar.gz").write_bytes((served[1] / "a.tar.gz").read_bytes()[:500_000])
     with pytest.raises(DataError, match=r"cut\.tar\.gz: "):
-        fetch(FILES, tmp_path / "c", [{"file": str(cut), "sha256": hashlib.sha256(cut.read_bytes()).hexdigest()}])
+        fetch(FILES, tmp_path / "c", [described(served, "cut.tar.gz")])
 
 
-def test_what_a_small_file_unpacks_to_is_limited(tmp_path: Path) -> None:
+def test_what_a_small_file_unpacks_to_is_limited(served: tuple[str, Path], tmp_path: Path) -> None:
     """3.1 MB unpacked to 3.2 GB before; here 0.2 MB would become 200 MB."""
-    bomb = packed(tmp_path / "bomb.tar.gz", (FILES[0].name, bytes(200_000_000)))
-    assert (tmp_path / "bomb.tar.gz").stat().st_size < 400_000
+    bomb = packed(served, "bomb.tar.gz", (FILES[0].name, bytes(200_000_000)))
+    assert (served[1] / "bomb.tar.gz").stat().st_size < 400_000
     (tmp_path / f"{FILES[0].name}.gz").write_bytes(gzip.compress(bytes(100_000_000)))
     tracemalloc.start()
-    with pytest.raises(DataError, match=f"{FILES[0].name} in bomb.tar.gz is larger than the published file can be"):
+    with pytest.raises(DataError, match=f"{FILES[0].name} is larger than the published file can be"):
         fetch(FILES[:1], tmp_path / "cache", [bomb])
     with pytest.raises(DataError, match="is not the published file"):
         FILES[0].read(tmp_path)
@@ -204,19 +213,17 @@ def test_truncated_and_foreign_files_are_told_apart(tmp_path: Path) -> None:
 
 def test_without_any_source_the_error_lists_files_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     with pytest.raises(DataError) as caught:
         data.load("cifar10", folder=tmp_path)
-    message = str(caught.value)
     place = tmp_path / "cache" / "cifar10"
     for words in ("colour photographs: not on this machine", f"put them into {place} or into any other folder",
-                  "test_batch.bin (30730000 bytes, sha256 8e2eb146", "or cifar-10-binary.tar.gz", "'npm'"):  # fmt: skip
-        assert words in message
+                  "test_batch.bin (30730000 bytes, sha256 8e2eb146"):  # fmt: skip
+        assert words in str(caught.value)
 
 
 def test_a_named_folder_must_exist_and_be_whole(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere is not a folder\. Download these files, or each of them as \.gz"):
+    with pytest.raises(DataError, match=r"nowhere is not a folder\. Download these files"):
         data.load("mnist", folder=tmp_path / "nowhere")
     for file in FILES:
         shutil.copy(MINI / f"{file.name}.gz", tmp_path)
@@ -227,13 +234,12 @@ def test_a_named_folder_must_exist_and_be_whole(tmp_path: Path) -> None:
         data.load("mnist", folder=tmp_path)
 
 
-def test_unknown_names_and_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unknown_names_and_a_cache_that_cannot_be_written(served: tuple[str, Path], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data set 'mnits': choose one of mnist-mini, mnist, fashion-mnist, cifar10"):
         data.load("mnits")
     (tmp_path / "file").write_text("in the way")
-    source = packed(tmp_path / "mini.tar.gz", ("mini", MINI))
     with pytest.raises(DataError, match=r"cannot be written: .* Set the environment variable BAYESTRAIN_DATA"):
-        fetch(FILES, tmp_path / "file" / "cache", [source])
+        fetch(FILES, tmp_path / "file" / "cache", [{"mirror": f"{served[0]}/good/"}])
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_colour_that_is_declared_transparent_is_told_of_and_an_opaque_alpha_is
     seven = Image.new("L", (28, 28), 0)
     seven.paste(255, (8, 6, 20, 9))
     seven.save(tmp_path / "seven.png", transparency=0)
-    assert read_picture(tmp_path / "seven.png", GRAY).changes == ["transparent to white"]
+    assert read_picture(tmp_path / "seven.png", GRAY).changes == ["transparent to white", "inverted"]
     seven.convert("RGBA").save(tmp_path / "opaque.png")
     assert read_picture(tmp_path / "opaque.png", GRAY).changes == ["RGBA to L"]
 

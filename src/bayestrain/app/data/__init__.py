@@ -4,8 +4,7 @@
 """
 
 from bayestrain.app.data.augment import cutout, flip, pad_crop, shift
-from bayestrain.app.data.catalog import SPECS
-from bayestrain.app.data.fetch import cache_folder, get, home
+from bayestrain.app.data.fetch import SPECS, cache_folder, get, home
 from bayestrain.app.data.images import Images, Splits, load
 
 __all__ = ["SPECS", "Images", "Splits", "cache_folder", "cutout", "flip", "get", "home", "load", "pad_crop", "shift"]

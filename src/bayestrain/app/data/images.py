@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
-from bayestrain.app.data import decode
 from bayestrain.app.data.fetch import find_spec, get
 from bayestrain.errors import ConfigError, DataError
 
@@ -145,10 +145,24 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Splits:
     place, spec = get(name, folder), find_spec(name)
     contents = [file.read(place) for file in spec.files]
     if name == "cifar10":
-        batches = [decode.cifar_batch(content) for content in contents]
+        batches = [cifar_batch(content) for content in contents]
         train = Images(torch.cat([x for x, _ in batches[:-1]]), torch.cat([y for _, y in batches[:-1]]))
         test = Images(*batches[-1])
     else:
-        x, y, x_test, y_test = (decode.idx(content) for content in contents)
+        x, y, x_test, y_test = (idx(content) for content in contents)
         train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
     return Splits(name, train, test, spec.classes, spec.mean, spec.std)
+
+
+def idx(content: bytes) -> Tensor:
+    """The uint8 tensor of an idx file: a big-endian header of type, number of dimensions and sizes, then the bytes."""
+    dimensions = content[3]
+    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
+    # A bytearray, because torch warns about tensors over read-only memory.
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+def cifar_batch(content: bytes) -> tuple[Tensor, Tensor]:
+    """Images and labels of a CIFAR-10 file: 10,000 records of a label byte and the three planes of a 32x32 image."""
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(10_000, -1)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
