@@ -46,6 +46,16 @@ class Cp(Given):
     text = "ar, br, cr -> abc"
 
 
+class Star(Given):
+    name = "a star"
+    text = "xyzb, ax, y, cz -> abc"
+
+
+class Apart(Given):
+    name = "two cores joined by a bond, and one without"
+    text = "ax, xb, c -> abc"
+
+
 FORMATS: dict[str, Format] = {
     "tt": TensorTrain(),
     "tucker": Tucker(),
@@ -53,8 +63,12 @@ FORMATS: dict[str, Format] = {
     "ring": Ring(),
     "cp": Cp(),
 }
+NETWORKS: dict[str, Format] = {**FORMATS, "star": Star(), "apart": Apart(), "twenty": TensorTrain()}
+"""More, for what holds of any equation: the last is a train of twenty modes."""
+
 PLANTED = {"tt": (3, 2), "tucker": (3, 2, 3), "tucker2": (3, 2), "ring": (2, 2, 3), "cp": (3,)}
-"""Small ranks for each format."""
+PLANTED |= {"star": (3, 2, 3), "apart": (3,), "twenty": (2,) * 19}
+"""Small ranks for each."""
 
 
 class Layer(nn.Module):
@@ -72,8 +86,11 @@ class Layer(nn.Module):
         return x @ self.factorized.dense().mT
 
 
-def layout(padded: bool = False, size: int = 1) -> Layout:
-    """Three modes: a factor of the outputs, one of each fused, and a factor of the inputs."""
+def layout(padded: bool = False, size: int = 1, modes: int = 3) -> Layout:
+    """Three modes: a factor of the outputs, one of each fused, and a factor of the inputs; or twenty small ones."""
+    if modes == 20:
+        halves = ((2, 2, 1, 1, 3, 1, 1, 1, 1, 1), (1, 2, 2, 1, 1, 1, 5, 1, 1, 1))
+        return Layout((12, 20), (12, 20), halves, tuple((k,) for k in range(20)))
     out, split = 12 * size, (4 * size, 3)
     shape = (out - 1, 19) if padded else (out, 20)
     return Layout(shape, shape, (split, (4, 5)), ((0,), (1, 2), (3,)))
@@ -83,7 +100,7 @@ def weight(
     kind: str, rank: int | Sequence[int] = 6, *, padded: bool = False, size: int = 1, decay: float = 1.0
 ) -> FactorizedWeight:
     """A weight with random cores in double precision; every index of a bond is `decay` times the one before."""
-    format, folding = FORMATS[kind], layout(padded, size)
+    format, folding = NETWORKS[kind], layout(padded, size, 20 if kind == "twenty" else 3)
     equation = format.equation(folding.sizes)
     ranks = [rank] * len(equation.bonds) if isinstance(rank, int) else rank
     cores = algebra.random_cores(equation, folding.sizes, ranks, 0.1, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Gamma, Normal
 
-from bayestrain.formats import Format
+from bayestrain.formats import Format, TensorTrain
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.prior import RankPrior, density
@@ -55,13 +55,14 @@ def random_equation(seed: int) -> Equation:
 
 
 EQUATIONS = {name: Equation.parse(text) for name, text in EXAMPLES.items()}
+EQUATIONS["20 modes"] = TensorTrain().equation((2,) * 20)
 EQUATIONS |= {f"random {seed}": random_equation(seed) for seed in range(12)}
 
 
 def random_network(equation: Equation, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """Cores with all kinds of sizes, and log lambdas."""
     generator = torch.Generator().manual_seed(seed)
-    modes = [2 + k % 2 for k in range(len(equation.modes))]
+    modes = [2 + k % 2 if k < 4 else 1 for k in range(len(equation.modes))]
     ranks = [(3, 2, 4)[k % 3] for k in range(len(equation.bonds))]
     shapes = equation.shapes(modes, ranks)
     cores = [0.5 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
