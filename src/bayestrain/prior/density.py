@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayestrain.formats.equation import Equation
+from bayestrain.formats.equation import Equation, Labels
 from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE
 
 OTHER_VARIANCE = 100.0
@@ -45,32 +44,6 @@ Move = Callable[[Tensor, "float | Tensor", Falling], Tensor]
 """``(u, linear, falling) -> u``, one step on a bond's conditional: `newton_step` or `gradient_step`."""
 
 
-class _Core(NamedTuple):
-    """What the formulas need of one core of an equation."""
-
-    bonds: tuple[int, ...]
-    """Numbers of its bonds."""
-    powers: tuple[float, ...]
-    views: tuple[tuple[int, ...], ...]
-    """Per bond the shape in which its ``u`` broadcasts over the core."""
-    modes: tuple[int, ...]
-    """Axes of modes."""
-
-
-@lru_cache(maxsize=1024)
-def _plan(equation: Equation) -> tuple[_Core, ...]:
-    number = {bond: n for n, bond in enumerate(equation.bonds)}
-    return tuple(
-        _Core(
-            tuple(number[bond] for bond in powers),
-            tuple(powers.values()),
-            tuple(tuple(-1 if label == bond else 1 for label in labels) for bond in powers),
-            tuple(axis for axis, label in enumerate(labels) if label not in number),
-        )
-        for labels, powers in zip(equation.cores, equation.powers, strict=True)
-    )
-
-
 def exact(cores: Sequence[Tensor]) -> list[Tensor]:
     """The cores in single precision at least: half precision holds neither their squares nor sums of them."""
     return [core if core.dtype in (torch.float32, torch.float64) else core.float() for core in cores]
@@ -86,17 +59,17 @@ def precisions(
 
     The gradient of the log density with respect to a core is ``-precision * core``.
     """
-    return [_precision(core, us) if core.bonds else 1.0 / other_variance for core in _plan(equation)]
+    u = dict(zip(equation.bonds, us, strict=True))
+    cores = zip(equation.cores, equation.powers, strict=True)
+    return [_precision(labels, powers, u) if powers else 1.0 / other_variance for labels, powers in cores]
 
 
-def _precision(core: _Core, us: Sequence[Tensor], without: int | None = None) -> Tensor | float:
-    """``1 / variance`` by all bonds of a core but one."""
+def _precision(labels: Labels, powers: Mapping[str, float], u: Mapping[str, Tensor]) -> Tensor:
+    """``1 / variance`` by these bonds of a core."""
     terms = [
-        (us[bond] * -power).reshape(view)
-        for bond, power, view in zip(core.bonds, core.powers, core.views, strict=True)
-        if bond != without
+        (u[bond] * -power).reshape([-1 if label == bond else 1 for label in labels]) for bond, power in powers.items()
     ]
-    return torch.exp(sum(terms[1:], terms[0])) if terms else 1.0
+    return torch.exp(sum(terms[1:], terms[0]))
 
 
 @lru_cache(maxsize=4096)
@@ -109,12 +82,12 @@ def linear_terms(
     Indices that were cut are zero, but count as entries of the cores they were cut from. Otherwise every cut would
     weaken the prior on the other bonds of these cores.
     """
-    found, ranks = [1.0 - a] * len(equation.bonds), equation.ranks(shapes) if start is None else start
-    for core, shape in zip(_plan(equation), shapes, strict=True):
-        modes = math.prod(shape[axis] for axis in core.modes)
-        for bond, power in zip(core.bonds, core.powers, strict=True):
-            found[bond] += 0.5 * power * modes * math.prod(ranks[other] for other in core.bonds if other != bond)
-    return tuple(found)
+    counted = equation.sizes(shapes) | dict(zip(equation.bonds, start or equation.ranks(shapes), strict=True))
+    found = dict.fromkeys(equation.bonds, 1.0 - a)
+    for labels, powers in zip(equation.cores, equation.powers, strict=True):
+        for bond, power in powers.items():
+            found[bond] += 0.5 * power * math.prod(counted[label] for label in labels if label != bond)
+    return tuple(found.values())
 
 
 def log_prob(
@@ -131,8 +104,8 @@ def log_prob(
     Terms that depend on nothing but indices that were cut are left out.
     """
     cores, inverse = exact(cores), precisions(equation, us, other_variance)
-    free = sum(core.numel() for core, plan in zip(cores, _plan(equation), strict=True) if not plan.bonds)
     entries, lambdas = sum(core.numel() for core in cores), sum(u.numel() for u in us)
+    free = sum(core.numel() for core, powers in zip(cores, equation.powers, strict=True) if not powers)
     constant = -0.5 * (math.log(2 * math.pi) * entries + math.log(other_variance) * free)
     terms = [-0.5 * (core.square() * own).sum() for core, own in zip(cores, inverse, strict=True)]
     terms += [-(u * coefficient + u.exp() * b).sum() for u, coefficient in zip(us, linear, strict=True)]
@@ -144,8 +117,11 @@ def log_prob(
 
 def energies(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
     """Per core the sums of its squared entries over the modes, whose axes stay with size 1."""
-    squares = zip([core.square() for core in exact(cores)], _plan(equation), strict=True)
-    return [square.sum(plan.modes, keepdim=True) if plan.modes else square for square, plan in squares]
+    found = []
+    for core, labels in zip(exact(cores), equation.cores, strict=True):
+        modes = [axis for axis, label in enumerate(labels) if label in equation.modes]
+        found.append(core.square().sum(modes, keepdim=True) if modes else core.square())
+    return found
 
 
 def falling_terms(
@@ -161,13 +137,15 @@ def falling_terms(
     the neighbouring lambda is missing, and the square at the first and last core is not treated. It does not agree with
     finite differences; this one does.
     """
+    u, label = dict(zip(equation.bonds, us, strict=True)), equation.bonds[bond]
     falling: dict[float, Tensor] = {}
-    for core, energy in zip(_plan(equation), energies, strict=True):
-        for own, power, view in zip(core.bonds, core.powers, core.views, strict=True):
-            if own == bond:
-                half = 0.5 * energy * _precision(core, us, without=bond)
-                half = half.sum([axis for axis, size in enumerate(view) if size == 1]) if len(view) > 1 else half
-                falling[power] = falling[power] + half if power in falling else half
+    for core in equation.owners(label):
+        labels, others = equation.cores[core], dict(equation.powers[core])
+        power = others.pop(label)
+        half = 0.5 * energies[core] * (_precision(labels, others, u) if others else 1.0)
+        if rest := [axis for axis, own in enumerate(labels) if own != label]:
+            half = half.sum(rest)
+        falling[power] = falling[power] + half if power in falling else half
     return falling
 
 
