@@ -5,28 +5,18 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bayestrain.errors import CaptureWarning
 from bayestrain.perf.together import Together
+from bayestrain.prior import NormalPrior
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 SETTLED = 2
 """Ordinary steps before one is recorded: libraries set themselves up, and the optimiser makes its state."""
-
-
-class Prior(Protocol):
-    """What a captured step needs to know of a prior."""
-
-    steps: int
-
-    @property
-    def aligns_next(self) -> bool:
-        """Whether the next `step` aligns the rank indices, which is no work for a graph."""
 
 
 def can_capture(optimizer: torch.optim.Optimizer) -> bool:
@@ -59,7 +49,7 @@ class Capture:
         self.recorded, self._settled, self._together = None, Counter(), Together()
 
     def step(
-        self, advance: Step, x: Tensor, y: Tensor, prior: Prior | None, optimizer: torch.optim.Optimizer
+        self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
     ) -> tuple[Tensor, ...]:
         """Take the step ``advance(x, y)``, which ends with ``prior.step()`` if there is a prior."""
         if (prior is not None and prior.aligns_next) or self.refused or not can_capture(optimizer):
@@ -87,7 +77,7 @@ class Capture:
         return found
 
     def _record(
-        self, advance: Step, x: Tensor, y: Tensor, prior: Prior | None, optimizer: torch.optim.Optimizer
+        self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
     ) -> None:
         counted = 0 if prior is None else prior.steps
         try:

@@ -206,10 +206,9 @@ class Posterior(ParticleModel):
         own = [*(one[name].requires_grad_() for name in self.particles), x, y]
         self.template.train()
         needed = perf.memory.activations(lambda: self.joint.batched(one, Joint.log_likelihood, x, y), own, self.device)
-        held = perf.memory.held_bytes([tensor[0] for tensor in self.particles.values()], len(self), STATES)
-        allocated = held if self.method.steps else int(held / (2 + STATES))
-        chunk = self.chunk or perf.memory.preferred_chunk(self.template, needed, self.device)
-        estimate = perf.memory.choose_chunk(len(self), held, allocated, needed, self.device, chunk)
+        held = (2 + STATES) * sum(tensor.numel() * tensor.element_size() for tensor in self.particles.values())
+        allocated = held if self.method.steps else held // (2 + STATES)
+        estimate = perf.memory.choose_chunk(len(self), held, allocated, needed, self.template, self.device, self.chunk)
         self._training_chunk = estimate.chunk
         return estimate
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bayestrain.errors import ConfigError
 from bayestrain.io import load, save
 from bayestrain.nn import TensorizeConfig, count_parameters, dense_parameters, factorized_weights, ranks, tensorize_
+from bayestrain.nn.fast import fast
 from bayestrain.posterior import (
     Classification,
     ClassPrediction,
@@ -87,6 +88,8 @@ def train_run(
             return read_json(path / "result.json")
         opened.write("config.toml", configs.dumps(config))
         environment = record_environment(opened, place, command, resume=resume)
+        if (perf := fast()) is not None:
+            perf.memory.retain_freed_memory()
         fitted = fit(
             models[0] if how.particles == 1 else models, data.train, data.validation, likelihood=likelihood,
             config=settings, prior=config.prior, method=how.method, kernel=how.kernel, temperature=how.temperature,
