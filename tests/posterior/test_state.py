@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,19 +167,3 @@ def test_a_refused_batch_leaves_no_trace() -> None:
         assert same(kept(posterior), before)
         posterior.step(X, Y)
     assert posterior.carried["model.1.num_batches_tracked"].tolist() == [2, 2, 2]
-
-
-def test_the_stein_discrepancy_leaves_no_trace_even_if_it_fails() -> None:
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        yield X, Y
-        raise OSError("the disk is gone")
-
-    posterior = posterior_of()
-    posterior.step(X, Y)
-    before = kept(posterior)
-    with pytest.raises(OSError, match="the disk is gone"):
-        posterior.stein_discrepancy(batches())
-    assert posterior.stein_discrepancy([(X, Y), (X, 1 - Y)]) != 0.0
-    with pytest.raises(ConfigError, match="At least one batch"):
-        posterior.stein_discrepancy([])
-    assert same(kept(posterior), before)

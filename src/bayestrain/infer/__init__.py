@@ -9,7 +9,7 @@ Every method is built from a function that computes gradients and from starting 
 A new method is one file: a subclass of `Method` that overrides `direction`, and its name in `METHODS`.
 """
 
-from bayestrain.infer.diagnostics import Diagnostics, diagnose, stein_discrepancy
+from bayestrain.infer.diagnostics import Diagnostics, diagnose
 from bayestrain.infer.ensemble import Ensemble
 from bayestrain.infer.kernels import Kernel, imq, median_bandwidth, rbf
 from bayestrain.infer.map import MAP
@@ -22,5 +22,5 @@ METHODS: dict[str, type[Method]] = {method.name: method for method in (SVGD, Ens
 
 __all__ = [
     "MAP", "METHODS", "SGLD", "SVGD", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
-    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "stein_discrepancy", "value_and_grad",
+    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
 ]  # fmt: skip

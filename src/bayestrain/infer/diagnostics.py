@@ -1,10 +1,9 @@
-"""Diagnostics of a set of particles: are they different, and how far are they from the density?"""
+"""Diagnostics of a set of particles: are they different?"""
 
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer.kernels import median_bandwidth, rbf, squared_distances
@@ -36,7 +35,9 @@ class Diagnostics:
 @torch.no_grad()
 def diagnose(particles: Particles) -> Diagnostics:
     """Compute the diagnostics of at least two particles; those that are not finite are left out."""
-    theta = _rows(particles)
+    if (n := count(particles)) < 2:
+        raise ConfigError(f"Particles are compared with each other, so there must be at least 2, got {n}.")
+    theta = flatten(particles)
     theta = theta[theta.isfinite().all(1)]
     n = len(theta)
     alive = theta.new_ones(n, dtype=torch.bool)
@@ -49,28 +50,3 @@ def diagnose(particles: Particles) -> Diagnostics:
         spread=float((pairs.median() / length2).sqrt()) if len(pairs) else math.nan,
         effective_particles=n**2 / float(torch.exp(-d2 / (DISTINCT**2 * length2)).sum()) if n else 0.0,
     )
-
-
-@torch.no_grad()
-def stein_discrepancy(particles: Particles, gradients: dict[str, Tensor]) -> float:
-    """Squared kernelised Stein discrepancy with an RBF kernel, unbiased (Liu, Lee & Jordan 2016, eq. 14).
-
-    Its expectation is zero for draws from the density whose log gradients are given, so an estimate may be negative.
-    Noise of minibatch gradients adds to it: average them over many data.
-    """
-    theta, score = _rows(particles), flatten(gradients)  # (n, D)
-    n, dimensions = theta.shape
-    alive = theta.new_ones(n, dtype=torch.bool)
-    d2 = squared_distances(centre_(theta, alive), alive)
-    h = median_bandwidth(d2)
-    crossed = score @ theta.mT  # s_i . theta_j
-    # s_i . (theta_i - theta_j) - s_j . (theta_i - theta_j)
-    along = crossed.diagonal()[:, None] - crossed + crossed.diagonal() - crossed.mT
-    terms = torch.exp(-d2 / h) * (score @ score.mT + 2 / h * along + 2 * dimensions / h - 4 * d2 / h**2)
-    return float((terms.sum() - terms.diagonal().sum()) / (n * (n - 1)))
-
-
-def _rows(particles: Particles) -> Tensor:
-    if (n := count(particles)) < 2:
-        raise ConfigError(f"Particles are compared with each other, so there must be at least 2, got {n}.")
-    return flatten(particles)

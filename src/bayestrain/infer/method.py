@@ -128,12 +128,12 @@ class Method:
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
             theta, rows = flatten(self.particles), flatten(gradients)  # (n, D) each
             del gradients
-            # A sum is finite only if all its terms are, and needs no second matrix, as isfinite would.
-            alive = values.isfinite() & _row_norms(rows).isfinite() & _row_norms(theta).isfinite()
+            # A norm is finite only if all numbers in it are, and needs no second matrix, as isfinite would.
+            alive = values.isfinite() & _norms(rows).isfinite() & _norms(theta).isfinite()
             move = self.direction(theta, rows.masked_fill_(~alive[:, None], 0.0), alive)
             move.mul_(-self.scale)  # optimisers descend
             if self.clip is not None:
-                move.mul_((self.clip / _row_norms(move).clamp_min(1e-30)).clamp_max(1.0)[:, None])
+                move.mul_((self.clip / _norms(move).clamp_min(1e-30)).clamp_max(1.0)[:, None])
             for name, part in unflatten(move, self.particles).items():
                 self.particles[name].grad = part.contiguous()
             self.broken.add_(1).masked_fill_(alive, 0)
@@ -142,13 +142,10 @@ class Method:
         return StepInfo(values, alive)
 
     def count_step(self) -> None:
-        """Do the rest of `step`: count it, and check now and then for broken particles."""
+        """Do the rest of `step`: count it, and now and then warn once of each broken particle; raise if all are."""
         self.steps += 1
-        if self.broken.device.type == "cpu" or self.steps % LOOK_EVERY == 0:
-            self._report_broken()
-
-    def _report_broken(self) -> None:
-        """Warn once of each particle that missed the last step; raise if all of them did."""
+        if self.broken.device.type != "cpu" and self.steps % LOOK_EVERY:
+            return
         broken = self.broken.nonzero().flatten().tolist()
         if len(broken) == len(self):
             raise TrainingError(
@@ -161,7 +158,7 @@ class Method:
                 f"Particle {i} of {len(self)} has a log density or gradient that is not finite. It gets no gradient in "
                 "such steps; the others continue. Try a smaller learning rate, or another start for it.",
                 ParticleWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
 
     @torch.no_grad()
@@ -193,13 +190,12 @@ class Method:
             raise ConfigError(f"This is no state of an inference method: {missing} is missing. Pass a state_dict().")
         if state["method"] != self.name:
             raise ConfigError(f"This is a state of {state['method']!r} and cannot be resumed by {self.name!r}.")
-        saved = {len(state["broken"]), count(state["particles"])}
-        if saved != {len(self)}:
-            raise ShapeError(f"The saved state has {sorted(saved)} particles, this one {len(self)}.")
         if state["particles"].keys() != self.particles.keys():
             raise ShapeError("The saved particles do not have the names of those here.")
+        if {len(state["broken"]), count(state["particles"])} != {len(self)}:
+            raise ShapeError(f"The saved state has {len(state['broken'])} particles, this one {len(self)}.")
         form = [
-            [(len(group["params"]), sorted(group.keys() - {"param_names"})) for group in groups]
+            [(len(group["params"]), group.keys() - {"param_names"}) for group in groups]
             for groups in (self.optimizer.param_groups, state["optimizer"]["param_groups"])
         ]
         if form[0] != form[1]:
@@ -216,7 +212,7 @@ class Method:
         self.broken.copy_(state["broken"])
 
 
-def _row_norms(rows: Tensor) -> Tensor:
+def _norms(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms
 

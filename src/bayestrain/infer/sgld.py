@@ -9,7 +9,7 @@ the step may be preconditioned by their running size as in RMSprop (Li et al. 20
 preconditioner's derivative, as they recommend).
 """
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,62 +38,50 @@ class SGLD(Method):
         self,
         gradients: Gradients,
         particles: Particles,
-        lr: float = 1e-3,
         *,
+        lr: float = 1e-3,
         temperature: float = 1.0,
         memory: float = 0.0,
         seed: int = 0,
         scale: float = 1.0,
-        **options: Any,
+        clip: float | None = None,
     ) -> None:
         if not (lr > 0 and temperature >= 0 and 0 <= memory < 1):
             raise ConfigError(
                 "lr must be positive, temperature at least 0 and memory in [0, 1), "
                 f"got lr={lr}, temperature={temperature}, memory={memory}."
             )
-
-        def make(named: list[tuple[str, Tensor]]) -> Langevin:
-            noise = temperature * scale  # because the gradients are scaled
-            return Langevin(named, seed, lr=lr, temperature=noise, memory=memory)
-
-        super().__init__(gradients, particles, make, scale=scale, **options)
+        noise = temperature * scale  # because the gradients are scaled
+        make = partial(Langevin, lr=lr, temperature=noise, memory=memory, seed=seed, step=0)
+        super().__init__(gradients, particles, make, scale=scale, clip=clip)
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
         self.optimizer.alive = alive
         return gradients
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "noise": self.optimizer.generator.get_state()}
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        super().check_state(state)
-        torch.Generator(self.optimizer.generator.device).set_state(state["noise"])  # raises if it is another kind's
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.optimizer.generator.set_state(state["noise"])
-
 
 class Langevin(torch.optim.Optimizer):
     """Gradient descent with noise, for tensors of stacked particles.
 
-    An optimiser, so that its state of every tensor is sliced along when ranks are cut.
+    As an optimiser it has a state for every tensor, which is sliced along when ranks are cut. The noise of a step
+    follows from the seed and the number of the step, so that a saved state resumes with the same noise.
     """
 
-    def __init__(self, named: list[tuple[str, Tensor]], seed: int, **settings: float) -> None:
+    alive: Tensor
+    """The particles that receive noise."""
+
+    def __init__(self, named: list[tuple[str, Tensor]], **settings: float) -> None:
         super().__init__(named, settings)
-        first = named[0][1]
-        self.generator = torch.Generator(first.device).manual_seed(seed)
-        self.alive = torch.ones(len(first), dtype=torch.bool, device=first.device)
-        """The particles that receive noise."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Move along the gradients and add noise."""
         for group in self.param_groups:
             lr, memory = group["lr"], group["memory"]
+            generator = torch.Generator(self.alive.device).manual_seed(group["seed"] * 1_000_003 + group["step"])
+            group["step"] += 1
             for p in group["params"]:
-                noise = torch.randn(p.shape, generator=self.generator, device=p.device, dtype=p.dtype)
+                noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
                 noise.mul_((2 * lr * group["temperature"]) ** 0.5)
                 noise.masked_fill_(~self.alive.view(-1, *[1] * (p.ndim - 1)), 0.0)
                 if not memory:

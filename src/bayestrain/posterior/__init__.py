@@ -4,11 +4,10 @@
 predicted and how certain it is.
 """
 
-from bayestrain.posterior.calibration import at_temperature, fit_temperature
 from bayestrain.posterior.classification import ClassPrediction
 from bayestrain.posterior.joint import Joint
 from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
-from bayestrain.posterior.metrics import auroc, classification_metrics
+from bayestrain.posterior.metrics import at_temperature, auroc, classification_metrics, fit_temperature
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.posterior.posterior import Posterior, PosteriorStep
 from bayestrain.posterior.prediction import Prediction

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior.calibration import at_temperature
-from bayestrain.posterior.metrics import LEAST, checked_labels, classification_metrics, mean_log_probability
+from bayestrain.posterior.metrics import (
+    LEAST,
+    at_temperature,
+    checked_labels,
+    classification_metrics,
+    mean_log_probability,
+)  # fmt: skip
 from bayestrain.posterior.prediction import Prediction, tails
 
 CLEAR = 0.1

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bayestrain.errors import ConfigError
+from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.infer import stack
+from bayestrain.nn.sizes import factorized_weights
 from bayestrain.posterior.likelihoods import Likelihood, full_precision, one_tensor
 from bayestrain.prior import NormalPrior
 
@@ -94,6 +95,19 @@ class Joint(nn.Module):
                     "not support, such as an LSTM, or branches on values. Pass chunk=1 to run particles one by one. "
                     f"PyTorch says: {str(error).split('. ')[0]}."
                 ) from error
+
+    def remove_lambda(self) -> None:
+        """Leave the ranks as they are: no weight has a lambda any more."""
+        for weight in factorized_weights(self).values():
+            weight.rank_state = None
+
+    def take(self, one: Mapping[str, Tensor], ranks_fixed: bool) -> None:
+        """Load the tensors of one particle, with the ranks they have."""
+        if ranks_fixed:
+            self.remove_lambda()
+        if odd := (dict(self.named_parameters()) | dict(self.named_buffers())).keys() ^ one.keys():
+            raise ShapeError(f"only one of the two has {sorted(odd)[0]!r}")
+        self.load_state_dict(one, strict=False)  # not strict, because a tensor with several names is there under one
 
     @contextmanager
     def lent(self) -> Iterator[Joint]:

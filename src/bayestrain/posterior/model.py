@@ -12,10 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayestrain.errors import ConfigError
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import count_parameters, ranks
-from bayestrain.posterior.calibration import fit_temperature
 from bayestrain.posterior.joint import Joint, Part
 from bayestrain.posterior.likelihoods import Classification, Likelihood
-from bayestrain.posterior.metrics import checked_labels
+from bayestrain.posterior.metrics import checked_labels, fit_temperature
 from bayestrain.posterior.prediction import Prediction
 
 FEW = 1024

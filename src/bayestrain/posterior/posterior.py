@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import ConfigError
-from bayestrain.infer import METHODS, Method, stein_discrepancy, value_and_grad
+from bayestrain.errors import BayesTrainError, ConfigError, ShapeError
+from bayestrain.infer import METHODS, Method, value_and_grad
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.posterior.joint import Joint, Part, stack_joints
-from bayestrain.posterior.likelihoods import Likelihood, LogProb, as_likelihood
+from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood
 from bayestrain.posterior.model import ParticleModel
-from bayestrain.posterior.state import load_state, state_of
 from bayestrain.prior import NormalPrior, RankPrior
 
 RECOMPUTES = (
@@ -238,8 +237,7 @@ class Posterior(ParticleModel):
             variance=prior.variance if variance is None else variance,
             weight=prior.weight if weight is None else weight,
         )  # fmt: skip
-        for factorized in factorized_weights(self.template).values():
-            factorized.rank_state = None
+        self.joint.remove_lambda()
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
         self.method.optimizer.state.clear()
@@ -255,25 +253,44 @@ class Posterior(ParticleModel):
             self.carried[name] = tensor[kept]
         self._changed()
 
-    def stein_discrepancy(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Return the squared kernelised Stein discrepancy per dimension, with gradients averaged over these batches."""
-        total, number = {name: torch.zeros_like(tensor) for name, tensor in self.particles.items()}, 0
-        for batch in batches:
-            number += 1
-            for name, gradient in self._gradients(self.particles, batch)[1].items():
-                total[name] += gradient
-        if not number:
-            raise ConfigError("At least one batch is needed to take gradients, got none.")
-        dimensions = sum(tensor[0].numel() for tensor in self.particles.values())
-        return stein_discrepancy(self.particles, {k: g / number for k, g in total.items()}) / dimensions
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step and the predictions depend on."""
-        return state_of(self)
+        return {
+            "method": self.method.state_dict(),
+            "carried": dict(self.carried),
+            "shared": {n: p.detach() for n, p in self.joint.named_parameters() if n not in self.particles},
+            "prior": self.prior.state_dict(),
+            "ranks_fixed": not isinstance(self.prior, RankPrior),
+            "variance": self.prior.variance,
+            "temperature": getattr(self.likelihood, "temperature", None),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, perhaps with other ranks; a state that does not fit is refused before any change."""
-        load_state(self, state)
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, perhaps with other ranks; it is tried on a copy of one particle before the first change."""
+        try:
+            stacked = {**state["method"]["particles"], **state["carried"]}
+            one = {name: tensor[0] for name, tensor in stacked.items()} | state["shared"]
+            copy.deepcopy(self.joint).take(one, state["ranks_fixed"])
+            if any(len(tensor) != len(self) for tensor in stacked.values()):
+                raise ShapeError(f"it must hold {len(self)} particles")
+            if state["shared"].keys() != self.state_dict()["shared"].keys():
+                raise ShapeError("other parameters are frozen")
+            self.method.check_state(state["method"])
+            copy.copy(self.prior).load_state_dict(state["prior"])
+            temperature = Classification(state["temperature"] or 1.0).temperature
+            variance, weight = float(state["variance"]), float(state["prior"]["weight"])
+        except (BayesTrainError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
+        if state["ranks_fixed"]:
+            self.fix_ranks_(variance, weight)
+        self.joint.take(one, state["ranks_fixed"])
+        for name, tensor in state["carried"].items():
+            self.carried[name] = tensor.to(self.carried[name], copy=True)
+        self.method.load_state_dict(state["method"])
+        self.prior.load_state_dict(state["prior"])
+        if isinstance(self.likelihood, Classification):
+            self.likelihood.temperature = temperature
         self._changed()
 
     def _changed(self) -> None:
