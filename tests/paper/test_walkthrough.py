@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from table_kit import RESULTS, ROOT
+
+from paper import experiment, seeds
 
 README = (ROOT / "paper" / "README.md").read_text()
 ELEMENTS = README.split("\n## The paper, element by element\n")[1].split("\n## ")[0]
@@ -59,3 +63,18 @@ def test_the_targets_that_the_commands_name_exist(target: str, tmp_path: Path) -
     done = subprocess.run(["make", "-n", "-f", str(ROOT / "paper" / "Makefile"), "BIN=bin", target], cwd=tmp_path,
                           capture_output=True, text=True, check=True)  # fmt: skip
     assert "bin/python -m paper." in done.stdout
+
+
+def test_the_commands_for_single_lines_train_something() -> None:
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    commands = block.replace("\\\n", " ").strip().splitlines()
+    assert len(commands) == 4
+    for line in commands:
+        program, module, name, *words = shlex.split(line)
+        assert (program, module, name) == ("python", "-m", "paper.seeds")
+        parser = ArgumentParser()
+        experiment.options(parser)
+        seeds.add_options(parser)
+        given = parser.parse_args(words)
+        assert experiment.chosen(seeds.for_seed(given, 0), 0).fit.epochs > 0
+        assert not (RESULTS / given.experiment / given.label).exists()
