@@ -158,6 +158,11 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     assert rooms.PICTURE.read_text() == rooms.drawing(), "docs/rooms.svg is stale: run `python tools/draw_rooms.py`"
 
 
+@pytest.mark.parametrize("name", ["lock", "make_mnist_mini"])
+def test_the_other_tools_find_what_they_import(name: str) -> None:
+    assert callable(tool(name).main)
+
+
 def test_the_page_of_settings_has_every_setting() -> None:
     from bayestrain.train import config
 
