@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bayestrain.errors import ConfigError, TrainingError
-from bayestrain.train.folder import FILES, RunFolder, read_json
+from bayestrain.train.folder import FILES, FORMAT, RunFolder, read_json
 
 
 def begun(path: Path) -> Path:
@@ -153,7 +153,7 @@ def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         for epoch in range(4):
             folder.save_checkpoint({"epoch": epoch})
-        assert folder.load_checkpoint() == ({"epoch": 3, "format": 1}, "")
+        assert folder.load_checkpoint() == ({"epoch": 3, "format": FORMAT}, "")
         (tmp_path / CHECKPOINT).unlink()  # killed between two renames
         assert folder.holds_run
         assert folder.load_checkpoint()[0]["epoch"] == 2

@@ -44,8 +44,6 @@ def test_training_ends_at_the_size_it_was_given(target: dict[str, Any], every: i
     train(model, **SLOW, **target, epochs=6, compact_every=every, callbacks=[heard])
     size = count_parameters(model)
     assert 0.8 * DENSE / 8 < size <= DENSE / 8
-    (text,) = [text for text in heard.messages if text.startswith("cut to")]
-    assert f"cut to {DENSE / size:.4g}x smaller than dense; no cut changed a weight by more than" in text
     assert not any("no rank moved" in text for text in heard.messages)
 
 

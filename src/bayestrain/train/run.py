@@ -96,12 +96,10 @@ def train_run(
             chunk=how.chunk, callbacks=callbacks, folder=opened, resume=resume, device=place, seed=config.run.seed,
             progress=False,
         )  # fmt: skip
-        trained, small, dense = (
-            fitted.posterior or fitted.model, count_parameters(fitted.model), dense_parameters(fitted.model),
-        )  # fmt: skip
+        trained = fitted.posterior or fitted.model
         result = {
-            "name": config.run.name, "seed": config.run.seed, "dense_parameters": dense, "parameters": small,
-            "ratio": dense / small, "start_parameters": fitted.start_parameters,
+            "name": config.run.name, "seed": config.run.seed,
+            "dense_parameters": dense_parameters(fitted.model), "parameters": count_parameters(fitted.model),
             "start_ranks": {name: list(row) for name, row in fitted.start_ranks.items()},
             "ranks": {name: list(row) for name, row in ranks(fitted.model).items()},
             "layers": _layers(fitted.model, fitted.start_ranks),
@@ -111,18 +109,11 @@ def train_run(
             "from_run": None if start is None else start.note, "status": "finished",
         }  # fmt: skip
         if fitted.posterior is not None:
-            left, diagnostics = len(fitted.posterior), fitted.history[-1]["diagnostics"]
-            result["posterior"] |= {"diagnostics": diagnostics, "warnings": []}
-            if left < how.particles:
-                result["posterior"]["warnings"].append(
-                    f"{how.particles - left} of {how.particles} particles were not finite and dropped. Try a smaller "
-                    "fit.lr."
-                )
-            if (different := diagnostics["effective_particles"]) < COLLAPSED * left:
-                result["posterior"]["warnings"].append(
-                    f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them "
-                    'independently (posterior.start = "independent"), or with a larger posterior.jitter.'
-                )
+            diagnostics = fitted.history[-1]["diagnostics"]
+            result["posterior"] |= {
+                "diagnostics": diagnostics,
+                "warnings": _warnings(how.particles, diagnostics, trained),
+            }
         about: dict[str, Any] = {"model": config.run.model, "data": config.run.data, "name": config.run.name}
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
@@ -292,58 +283,69 @@ def evaluate(
 
     A posterior takes that temperature, if ``posterior.calibrate``. Without test data the validation data stand in.
     """
-
-    def batches(name: str) -> Batches | None:
-        part, size = getattr(data, name), max(config.fit.batch_size, 256)
-        return None if part is None else Batches(part, size, shuffle=False, device=device, name=name)
-
-    held_out, test, (example, _) = batches("validation"), batches("test"), next(iter(batches("train") or ()))
-    one, how = isinstance(example, Tensor), config.posterior
+    size, how, about = max(config.fit.batch_size, 256), config.posterior, None
+    given = {
+        name: part for name in ("train", "validation", "test", "outside") if (part := getattr(data, name)) is not None
+    }
+    parts = {name: Batches(part, size, shuffle=False, device=device, name=name) for name, part in given.items()}
+    example = next(iter(parts["train"]))[0]
+    if isinstance(model, ParticleModel):
+        about = {"method": how.method, "particles": len(model), "start": how.start, "ood": None}
+    judged = "test" if "test" in parts else "validation"
     found: dict[str, Any] = {
-        "task": "other", "metrics": {}, "calibrated": None, "validation": None, "posterior": None,
-        "evaluated_on": "validation" if test is None else "test",
-        "input_shape": list(example.shape[1:]) if one else None,
-        "input_dtype": str(example.dtype).removeprefix("torch.") if one else None,
+        "task": "other", "metrics": {}, "calibrated": None, "validation": None, "posterior": about,
+        "evaluated_on": judged,
+        "input_shape": list(example.shape[1:]) if isinstance(example, Tensor) else None,
+        "input_dtype": str(example.dtype).removeprefix("torch.") if isinstance(example, Tensor) else None,
         **{key: None if (own := getattr(data, key)) is None else list(own) for key in ("classes", "mean", "std")},
     }  # fmt: skip
-    if isinstance(model, ParticleModel):
-        found["posterior"] = {"method": how.method, "particles": len(model), "start": how.start, "ood": None}
-    test = held_out if test is None else test
-    if test is None or not can_predict(likelihood):
+    if judged not in parts or not can_predict(likelihood):
         return found
+    seen = {name: predict(model, likelihood, parts[name]) for name in parts if name != "train"}
     temperature = None
-    if held_out is not None:
-        watched, targets = predict(model, likelihood, held_out)
-        if isinstance(watched, ClassPrediction) and isinstance(likelihood, Classification):
-            temperature = fit_temperature(watched.particle_probabilities, targets)
-            if isinstance(model, ParticleModel) and how.calibrate:
-                likelihood.temperature = temperature
-                watched = dataclasses.replace(watched, temperature=temperature)
-        found["validation"] = _metrics(watched, targets)
-    prediction, targets = predict(model, likelihood, test)
+    if "validation" in seen and isinstance(likelihood, Classification):
+        watched, targets = seen["validation"]
+        temperature = fit_temperature(watched.particle_probabilities, targets)
+        if about is not None and how.calibrate:
+            likelihood.temperature = temperature
+            seen = {name: (at(prediction, temperature), targets) for name, (prediction, targets) in seen.items()}
+    found["validation"] = _metrics(*seen["validation"]) if "validation" in seen else None
+    prediction, targets = seen[judged]
     found["metrics"] = _metrics(prediction, targets)
     if temperature is not None:
-        found["calibrated"] = {"temperature": temperature, **_metrics(prediction, targets, temperature)}
-    if isinstance(model, ParticleModel):
-        about = found["posterior"]
+        found["calibrated"] = {"temperature": temperature, **_metrics(at(prediction, temperature), targets)}
+    if about is not None:
         about["mean_log_likelihood"] = prediction.mean_log_likelihood(targets)
         if isinstance(prediction, ClassPrediction):
-            about |= {"temperature": prediction.temperature, "disagreement": float(prediction.disagreement.mean())}
-            about["uncalibrated"] = _metrics(prediction, targets, 1.0)
-        if (outside := batches("outside")) is not None:
-            beyond, _ = predict(model, likelihood, outside)
-            total, epistemic = (auroc(getattr(prediction, k), getattr(beyond, k)) for k in ("total", "epistemic"))
-            name = getattr(data.outside, "name", "outside")
-            about["ood"] = {"name": name, "auroc": total, "auroc_epistemic": epistemic}
+            about |= {"temperature": prediction.temperature, "uncalibrated": _metrics(at(prediction, 1.0), targets)}
+        if "outside" in seen:
+            pairs = [(getattr(prediction, key), getattr(seen["outside"][0], key)) for key in ("total", "epistemic")]
+            scores = dict(zip(("auroc", "auroc_epistemic"), (auroc(*pair) for pair in pairs), strict=True))
+            about["ood"] = {"name": getattr(data.outside, "name", "outside"), **scores}
     if isinstance(prediction, ClassPrediction | RegressionPrediction):
         found["task"] = "classification" if isinstance(prediction, ClassPrediction) else "regression"
-        _write_predictions(folder, prediction, targets, test)
+        _write_predictions(folder, prediction, targets, parts[judged])
     return found
 
 
-def _metrics(prediction: Any, targets: Tensor, temperature: float | None = None) -> dict[str, float]:
-    if temperature is not None:
-        prediction = dataclasses.replace(prediction, temperature=temperature)
+def at(prediction: Any, temperature: float) -> Any:
+    """The same prediction at another temperature."""
+    return dataclasses.replace(prediction, temperature=temperature)
+
+
+def _warnings(started: int, diagnostics: dict[str, float], posterior: Any) -> list[str]:
+    left, different, found = len(posterior), diagnostics["effective_particles"], []
+    if left < started:
+        found.append(f"{started - left} of {started} particles were not finite and dropped. Try a smaller fit.lr.")
+    if different < COLLAPSED * left:
+        found.append(
+            f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them independently "
+            '(posterior.start = "independent"), or with a larger posterior.jitter.'
+        )
+    return found
+
+
+def _metrics(prediction: Any, targets: Tensor) -> dict[str, float]:
     return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
 
 

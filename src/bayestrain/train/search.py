@@ -32,7 +32,7 @@ class Search:
         spectra: what the bonds held just before the final cut.
     """
 
-    KEPT = ("ended", "spectra", "start", "change", "best", "missed")
+    KEPT = ("ended", "spectra", "start", "best", "missed")
 
     def __init__(self, subject: Network, config: FitConfig, tell: Callable[[str, Any], None]) -> None:
         self.subject, self.config, self.tell = subject, config, tell
@@ -41,8 +41,6 @@ class Search:
         self.start = self.parameters
         self.ended: int | None = None
         self.spectra: dict[str, Any] = {}
-        self.change = 0.0
-        """The largest relative change of a weight by a cut to the target size."""
         self.best: dict[str, Any] | None = None
         """With a target accuracy: the smallest network so far that reached it."""
         self.missed = 0
@@ -75,7 +73,6 @@ class Search:
                 return
             wanted = wanted_parameters(self.config, epoch, self.start, target)
             report = report.then(self.subject.compact_(rule=self.rule, parameters=wanted))
-            self.change = max(self.change, report.change)
         self.tell("cut", report)
         if target is not None and self.parameters <= target:
             self._end(epoch, metrics)
@@ -111,11 +108,6 @@ class Search:
         if epoch < config.epochs:
             left = config.epochs + config.finetune_epochs - epoch
             messages.append(f"the search ended after {epoch} epochs; the other {left} are fine-tuning")
-        if target is not None:
-            times, change = dense_parameters(self.subject.template) / self.parameters, max(self.change, report.change)
-            messages.append(
-                f"cut to {times:.4g}x smaller than dense; no cut changed a weight by more than {100 * change:.2g} %"
-            )
         self.tell("cut", report)
         for text in (*messages, *report.notes):
             self.tell("message", text)

@@ -324,8 +324,9 @@ def predict(
                 parts.append(model.predict(x))
                 continue
             with lowered(precision, batches.device):
-                described = likelihood.describe(one_tensor(model(arranged(x))))
-            parts.append(likelihood.prediction({name: found.cpu()[None] for name, found in described.items()}))
+                outputs = one_tensor(model(arranged(x)))
+            described = {name: found.cpu()[None] for name, found in likelihood.describe(outputs).items()}
+            parts.append(likelihood.prediction(described))
     return type(parts[0]).cat(parts), torch.cat(targets)
 
 
