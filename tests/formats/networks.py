@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bayestrain.formats import Equation
+from bayestrain.formats import Equation, Format
 
 NAMED = {
     "train": Equation.parse("ax, xby, yc -> abc"),
@@ -64,3 +66,45 @@ def random_cores(
 
 
 EQUATIONS = [*NAMED.values(), *(random_equation(seed) for seed in range(12))]
+
+
+class Ring(Format):
+    """``rax, xby, ycr -> abc``: a loop, which has no exact decomposition."""
+
+    name: ClassVar[str] = "a ring"
+    splits: ClassVar[bool] = True
+
+    def equation(self, modes: Sequence[int]) -> Equation:
+        if len(modes) == 1:
+            return Equation.parse("a -> a")
+        count = len(modes)
+        return Equation(
+            tuple((f"r{k}", f"m{k}", f"r{(k + 1) % count}") for k in range(count)), tuple(f"m{k}" for k in range(count))
+        )
+
+
+class Star(Format):
+    """``axs, bxs, cs -> abc``: a bond that all cores share, and another between the first two."""
+
+    name: ClassVar[str] = "a star"
+
+    def equation(self, modes: Sequence[int]) -> Equation:
+        if len(modes) == 1:
+            return Equation.parse("a -> a")
+        cores = [(f"m{k}", "x", "s") if k < 2 else (f"m{k}", "s") for k in range(len(modes))]
+        return Equation(tuple(cores), tuple(f"m{k}" for k in range(len(modes))))
+
+
+class TuckerTwo(Format):
+    """``xbz, ax, cz -> abc``: modes of at most three entries have no core of their own."""
+
+    name: ClassVar[str] = "a Tucker-2"
+
+    def equation(self, modes: Sequence[int]) -> Equation:
+        mode = tuple(f"m{k}" for k in range(len(modes)))
+        bond = {k: f"r{k}" for k, size in enumerate(modes) if size > 3 and len(modes) > 1}
+        return Equation((tuple(bond.get(k, m) for k, m in enumerate(mode)), *((mode[k], bond[k]) for k in bond)), mode)
+
+
+MINIMAL: tuple[Format, ...] = (Ring(), Star(), TuckerTwo())
+"""Formats that are only their equation; they are in no list, and yet everything works."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,15 +27,9 @@ LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 TWINS: dict[type[nn.Module], type[TensorLayer]] = {kind.dense_kind: kind for kind in (TensorLinear, TensorConv2d)}
 """The layers that are converted, and what they become."""
 
-HOOKS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
-)  # fmt: skip
+STATE_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and "state_dict" in name)
+HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in STATE_HOOKS)
 """Where a module keeps its hooks on passes; those on its ``state_dict`` concern its own tensors."""
-
-STATE_HOOKS = (
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,7 @@ class TensorizeConfig:
             raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
 
 
-@dataclass(frozen=True)
-class ConvertedLayer:
+class ConvertedLayer(NamedTuple):
     """One row of a `TensorizeReport`."""
 
     name: str
@@ -102,10 +95,9 @@ class TensorizeReport:
 
     def __str__(self) -> str:
         rows = [
-            [row.name, row.kind, times(row.shape), times(row.in_modes), times(row.out_modes),
-             " ".join(map(str, row.ranks)), f"{row.dense_parameters:,}", f"{row.parameters:,}"]
-            for row in self.layers
-        ]  # fmt: skip
+            [name, kind, times(shape), times(ins), times(outs), " ".join(map(str, ranks)), f"{dense:,}", f"{now:,}"]
+            for name, kind, shape, ins, outs, ranks, dense, now in self.layers
+        ]
         rows.append(["total", "", "", "", "", "", f"{self.dense_parameters:,}", f"{self.parameters:,}"])
         header = ["layer", "kind", "shape", "in modes", "out modes", "ranks", "dense", "factorised"]
         kept = "".join(f"\nkept dense: {name} ({reason})" for name, reason in self.kept)
@@ -144,7 +136,8 @@ def tensorize_(
     rows: list[ConvertedLayer] = []
     kept: list[tuple[str, str]] = []
     for module, name in names.items():
-        if not _is_candidate(module):
+        quantised = "quantized" in type(module).__module__ and type(module).__name__ in ("Linear", "Conv2d")
+        if not isinstance(module, tuple(TWINS)) and not quantised:
             continue
         if filter_fn is not None and not filter_fn(module, name):
             kept.append((name, "filter_fn returned False"))
@@ -153,13 +146,9 @@ def tensorize_(
         else:
             for why, advice in _obstacles(module, name, owners):
                 raise ConversionError(f"Cannot convert {name!r} ({type(module).__name__}): {why}. {advice}")
-            built[module] = layer = _convert(module, name, config)
-            rows.append(
-                ConvertedLayer(
-                    name, type(module).__name__, layer.factorized.shape, layer.in_modes, layer.out_modes,
-                    layer.ranks, layer.dense_parameters, layer.parameters_left,
-                )
-            )  # fmt: skip
+            built[module] = new = _convert(module, name, config)
+            sizes = new.factorized.shape, new.in_modes, new.out_modes, new.ranks
+            rows.append(ConvertedLayer(name, type(module).__name__, *sizes, new.dense_parameters, new.parameters_left))
     if unknown := set(config.modes) - {row.name for row in rows}:
         raise ConfigError(
             f"modes names layers that are not converted: {sorted(unknown)}. Converted are {[row.name for row in rows]}."
@@ -189,11 +178,6 @@ def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]
 def is_lazy(module: nn.Module) -> bool:
     """Whether it has no weights before its first batch."""
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
-
-
-def _is_candidate(module: nn.Module) -> bool:
-    quantised = "quantized" in type(module).__module__ and type(module).__name__ in ("Linear", "Conv2d")
-    return isinstance(module, tuple(TWINS)) or quantised
 
 
 def _obstacles(module: nn.Module, name: str, owners: Mapping[nn.Parameter, list[str]]) -> Iterator[tuple[str, str]]:
