@@ -114,17 +114,12 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
 
 def _describe(network: nn.Module, weight: FactorizedWeight) -> dict[str, Any]:
     """One factorised weight as data."""
-    owner = next((module for module in network.modules() if weight in module.children()), weight)
     return {
         "module": next(name for name, module in network.named_modules() if module is weight),
-        "layer": type(owner).__name__,
         "format": weight.format.name,
         "equation": str(weight.equation),
         "layout": {key: getattr(weight.layout, key) for key in ("name", "shape", "axes", "splits", "modes")},
         "cores": [list(core.shape) for core in weight.cores],
-        "ranks": weight.ranks,
-        "parameters": weight.numel,
-        "dense_parameters": weight.dense_numel,
     }
 
 
@@ -280,8 +275,7 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module) -> 
         if shape != weight.shape or old is model or type(old) not in (FactorizedWeight, *TWINS):
             raise ConfigError(
                 f"The network given is not the one that was saved in {folder}: layer {name!r} is a "
-                f"{type(layer).__name__} with a weight of shape {tuple(shape)}, and a {about.get('layer')} of shape "
-                f"{weight.shape} was saved."
+                f"{type(layer).__name__} with a weight of shape {tuple(shape)}, and one of {weight.shape} was saved."
             )
         built[old] = weight if isinstance(old, FactorizedWeight) else TWINS[type(old)].of(old, weight)
     replace_layers(model, built)

@@ -21,7 +21,7 @@ SLOWER = 1.05
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One factorised weight; the last four fields are None without an input, or where nothing is known."""
+    """One factorised weight with its layer's sizes; the last four fields are None without an input or a prediction."""
 
     name: str
     format: str
@@ -36,37 +36,29 @@ class SummaryRow:
     seconds: float | None = None
     dense_seconds: float | None = None
 
-    def cells(self) -> list[str]:
-        """The row as text."""
-        size = [f"{self.parameters:,}", f"{self.dense_parameters:,}", f"{self.dense_parameters / self.parameters:.3g}"]
-        about = [self.name, f"{self.format} {self.layout}", times(self.shape), " ".join(map(str, self.ranks))]
-        ratio = self.seconds / self.dense_seconds if self.seconds and self.dense_seconds else None
-        return [*about, *size, self.plan or "", *("" if v is None else f"{v:.2f}" for v in (self.operations, ratio))]
-
 
 @dataclass(frozen=True)
 class Summary:
-    """What a model's factorised layers are. Prints as a table."""
+    """What a model's factorised layers are. Prints as a table, with a verdict below it."""
 
     rows: tuple[SummaryRow, ...]
     parameters: int
     dense_parameters: int
 
     def verdict(self) -> str:
-        """One or two sentences: the size, and where the layers are predicted to be slower than dense ones."""
+        """The size, and which layers are predicted to be slower than dense ones."""
         if not self.rows:
             return f"No layer is factorised. {self.parameters:,} parameters. Call bayestrain.tensorize_(model)."
         ratio = self.dense_parameters / max(self.parameters, 1)
-        size = f"{self.parameters:,} parameters, {ratio:.3g} times fewer than the dense {self.dense_parameters:,}."
+        said = f"{self.parameters:,} parameters, {ratio:.3g} times fewer than the dense {self.dense_parameters:,}."
         timed = [(row.name, row.seconds, row.dense_seconds) for row in self.rows if row.seconds and row.dense_seconds]
-        if not timed:
-            return size
-        relative = sum(seconds for _, seconds, _ in timed) / sum(dense for _, _, dense in timed)
-        size += f" Predicted time of these layers: {relative:.2f} of dense."
-        slower = [name for name, seconds, dense in timed if seconds > SLOWER * dense]
-        few = ", ".join(slower[:3]) + (", .." if len(slower) > 3 else "")
-        advice = f" Slower than dense at these ranks: {len(slower)} of {len(timed)} ({few}). Lower ranks are faster."
-        return size + (advice if slower else "")
+        if timed:
+            relative = sum(seconds for _, seconds, _ in timed) / sum(dense for _, _, dense in timed)
+            said += f" Predicted time of these layers: {relative:.2f} of dense."
+        if slower := [name for name, seconds, dense in timed if seconds > SLOWER * dense]:
+            few = ", ".join(slower[:3]) + (", .." if len(slower) > 3 else "")
+            said += f" Slower than dense at these ranks: {len(slower)} of {len(timed)} ({few}). Lower ranks are faster."
+        return said
 
     def __str__(self) -> str:
         if not self.rows:
@@ -74,7 +66,16 @@ class Summary:
         header = ["layer", "format", "shape", "ranks", "parameters", "dense", "times smaller"]
         if any(row.plan is not None for row in self.rows):
             header += ["runs", "multiplications / dense", "time / dense"]
-        return text_table(header, [row.cells()[: len(header)] for row in self.rows], 4) + "\n" + self.verdict()
+        rows = []
+        for row in self.rows:
+            ratio = row.seconds / row.dense_seconds if row.seconds and row.dense_seconds else None
+            cells = [
+                row.name, f"{row.format} {row.layout}", times(row.shape), " ".join(map(str, row.ranks)),
+                f"{row.parameters:,}", f"{row.dense_parameters:,}", f"{row.dense_parameters / row.parameters:.3g}",
+                row.plan or "", *("" if value is None else f"{value:.2f}" for value in (row.operations, ratio)),
+            ]  # fmt: skip
+            rows.append(cells[: len(header)])
+        return text_table(header, rows, left_columns=4) + "\n" + self.verdict()
 
 
 def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -> Summary:

@@ -126,15 +126,6 @@ def test_a_probability_of_zero_keeps_everything_finite() -> None:
     assert prediction.log_likelihood(torch.tensor([1])) == scores["log_likelihood"] < -600
 
 
-def test_subset_and_cat_invert_each_other() -> None:
-    parts = [PREDICTION.subset(slice(0, 3)), PREDICTION.subset(np.int64(3)), PREDICTION.subset([4, 5, 6])]  # type: ignore[arg-type]
-    assert [len(part) for part in parts] == [3, 1, 3]
-    assert torch.equal(ClassPrediction.cat(parts).particle_probabilities, PROBS)
-    wrong = PREDICTION.classes != LABELS
-    assert torch.equal(PREDICTION.subset(wrong).particle_probabilities, PROBS[:, wrong])
-    assert repr(PREDICTION.subset([])) == "ClassPrediction(particles=5, inputs=0)"
-
-
 def test_particles_keep_their_precision_and_lose_their_graph() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         prediction = ClassPrediction(PROBS.to(dtype).requires_grad_())
@@ -142,6 +133,7 @@ def test_particles_keep_their_precision_and_lose_their_graph() -> None:
         assert prediction.mean.dtype == prediction.interval()[0].dtype == torch.float64
         assert not prediction.total.requires_grad
         assert np.isfinite(prediction.metrics(LABELS)["ece"])
+    assert repr(ClassPrediction(PROBS[:, :0])) == "ClassPrediction(particles=5, inputs=0)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         PREDICTION.particle_probabilities = PROBS  # type: ignore[misc]
 
@@ -167,9 +159,9 @@ def test_errors_say_what_to_do() -> None:
         PREDICTION.log_likelihood(LABELS[:6])
     with pytest.raises(ConfigError, match=r"between 0 and 2, got 1 to 3"):
         PREDICTION.mean_log_likelihood(LABELS + 1)
-    with pytest.raises(ShapeError, match="at least one prediction"):
+    with pytest.raises(ShapeError, match="of one posterior"):
         ClassPrediction.cat([])
-    with pytest.raises(ShapeError, match=r"\[\[\(5, 3\)\], \[\(2, 3\)\]\].*one posterior"):
+    with pytest.raises(ShapeError, match=r"\[\[\(5, 3\)\], \[\(2, 3\)\]\]"):
         ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS[:2])])
     with pytest.raises(ConfigError, match="different temperatures"):
         ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS, 2.0)])
@@ -254,5 +246,5 @@ def test_a_prediction_reports_the_power_of_its_mixture() -> None:
     torch.testing.assert_close(found.mean, power / power.sum(1, keepdim=True))
     for name in ("total", "aleatoric", "epistemic", "mixture", "classes"):
         assert torch.equal(getattr(found, name), getattr(plain, name)), name
-    assert found.subset([0]).temperature == ClassPrediction.cat([found, found]).temperature == 0.5
+    assert ClassPrediction.cat([found, found]).temperature == 0.5
     assert torch.equal(at_temperature(probs, 1.0), probs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior.prediction import as_double
+from bayestrain.posterior.prediction import off_mps
 
 ECE_BINS = 15
 SHARPEST, FLATTEST = 0.1, 10.0
@@ -28,7 +28,7 @@ def classification_metrics(probs: Tensor, labels: Tensor) -> dict[str, float]:
 
     The calibration error (Guo et al. 2017) is the mean gap between confidence and accuracy, by confidence.
     """
-    probs = as_double(probs)
+    probs = off_mps(probs).double()
     labels = checked_labels(labels, probs)
     confidence, predicted = probs.max(1)
     right = (predicted == labels).double()
@@ -89,7 +89,7 @@ def _checked_scores(scores: Tensor, what: str) -> Tensor:
         )
     if number := int(scores.isnan().sum()):
         raise ConfigError(f"{what} must be numbers, got {number} NaN of {len(scores)}. Find out where they come from.")
-    return as_double(scores)
+    return off_mps(scores).double()
 
 
 def at_temperature(probs: Tensor, temperature: float) -> Tensor:

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
 
-Indices = Tensor | Sequence[int] | slice | int
-"""Selects inputs of a prediction: indices or a mask as a tensor, a list, a slice, or one index."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction(ABC):
@@ -30,8 +27,7 @@ class Prediction(ABC):
         for name, values in self._tensors().items():
             if not values.is_floating_point():
                 raise ConfigError(f"{name} must be floating-point numbers, got {values.dtype}. Type {name}.double().")
-            # MPS has no double precision.
-            object.__setattr__(self, name, (values.cpu() if values.device.type == "mps" else values).detach())
+            object.__setattr__(self, name, off_mps(values))
 
     @property
     @abstractmethod
@@ -66,22 +62,13 @@ class Prediction(ABC):
         """Return the mean over the particles of their log likelihoods (the paper's figure); never the larger one."""
         return float(self.particle_log_likelihoods(targets).mean())
 
-    def subset(self, indices: Indices) -> Self:
-        """Return the prediction for some of the inputs."""
-        if not isinstance(indices, Tensor) and hasattr(indices, "__index__"):
-            indices = [indices]  # type: ignore[list-item]
-        return replace(self, **{name: values[:, indices] for name, values in self._tensors().items()})
-
     @classmethod
     def cat(cls, predictions: Sequence[Self]) -> Self:
         """Concatenate the predictions of one posterior for several batches of inputs."""
         batches = [prediction._tensors() for prediction in predictions]
         shapes = [[(len(t), *t.shape[2:]) for t in batch.values()] for batch in batches]
         if not shapes or any(shape != shapes[0] for shape in shapes):
-            raise ShapeError(
-                "Predictions to concatenate may differ only in their number of inputs, got particles and outputs "
-                f"{shapes}. Pass at least one prediction, all of one posterior."
-            )
+            raise ShapeError(f"Predictions to concatenate must be of one posterior, got the sizes {shapes}.")
         return replace(predictions[0], **{k: torch.cat([batch[k] for batch in batches], dim=1) for k in batches[0]})
 
     def __len__(self) -> int:
@@ -98,9 +85,9 @@ class Prediction(ABC):
         return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
-def as_double(values: Tensor) -> Tensor:
-    """Detach values and convert them to double precision."""
-    return (values.cpu() if values.device.type == "mps" else values).detach().double()
+def off_mps(values: Tensor) -> Tensor:
+    """Detach values and move them from MPS, which has no double precision."""
+    return (values.cpu() if values.device.type == "mps" else values).detach()
 
 
 def tails(level: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior.prediction import Prediction, as_double, tails
+from bayestrain.posterior.prediction import Prediction, off_mps, tails
 
 BISECTIONS = 60
 """Halvings of the bracket of a quantile: to the last bit of a double."""
@@ -113,4 +113,4 @@ class RegressionPrediction(Prediction):
                 f"Targets must have the shape of the predicted mean, {wanted}, with at least one number, got "
                 f"{tuple(targets.shape)}. Type targets.reshape{wanted} if only the shape differs."
             )
-        return as_double(targets).to(self.particle_means.device)
+        return off_mps(targets).double().to(self.particle_means.device)
