@@ -163,7 +163,10 @@ def test_files_of_a_run_are_read_with_care(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     with pytest.raises(ConfigError, match=r"is missing: .* holds no finished run"):
         read_json(file)
-    for content, message in (("{", "is damaged: Expecting"), ("[]", "holds no object"), ("{}", "has no accuracy")):
+    for content, message in (
+        ("{", "is damaged: Expecting"), ("[]", "holds no object"), ("{}", "has no accuracy"), ("\0", "is damaged"),
+        ("[" * 100_000, "is damaged"), ('{"accuracy": ' + "9" * 5000 + "}", "is damaged"),
+    ):  # fmt: skip
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):
             read_json(file, "accuracy")

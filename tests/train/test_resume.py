@@ -171,11 +171,14 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path)
     assert_same_weights(model, whole)
 
 
-def test_without_a_good_checkpoint_all_damaged_ones_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [0, 10, 64, 65, 1000, -1])
+def test_a_checkpoint_cut_short_is_never_resumed(length: int, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         train(folder=tmp_path, callbacks=[StopAfter(2)])
+    whole = (tmp_path / CHECKPOINT).read_bytes()
+    assert len(whole) > 1000
     for name in (CHECKPOINT, PREVIOUS):
-        (tmp_path / name).write_bytes(b"not a checkpoint")
+        (tmp_path / name).write_bytes(whole[:length])
     with pytest.raises(TrainingError, match=rf"{CHECKPOINT}, .*{PREVIOUS}.*checksums do not match.*[Oo]verwrite"):
         train(folder=tmp_path, resume=True)
 
