@@ -64,12 +64,9 @@ def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> l
     heapify(last)
     while left < 0:
         known, n, bond = heappop(last)
-        now = price(n, bond, ranks[n][bond] - 1)
-        if now > known:  # a neighbouring rank has fallen since: prices only rise
-            heappush(last, (now, n, bond))
-            continue
-        left += weights[n].freed(ranks[n], bond)
-        ranks[n][bond] -= 1
+        if price(n, bond, ranks[n][bond] - 1) == known:  # else a neighbouring rank has fallen since: prices only rise
+            left += weights[n].freed(ranks[n], bond)
+            ranks[n][bond] -= 1
         if ranks[n][bond] > 1:
             heappush(last, (price(n, bond, ranks[n][bond] - 1), n, bond))
     ranks[:] = [list(weight.usable(tuple(own))) for weight, own in zip(weights, ranks, strict=True)]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from bayestrain.compact.budget import cheapest_ranks
-from bayestrain.compact.optimizers import check_optimizer
 from bayestrain.compact.report import CompactedLayer, CompactReport, notes_on
 from bayestrain.compact.rules import Cut, cut, priced
 from bayestrain.compact.weights import Particles, Ranks, Weight, find_weights
@@ -67,24 +66,25 @@ def compact_(
     else:
         ranks = _budgeted(weights, size, rule, parameters)
         cuts = [None if own == w.ranks else cut(w, rule, tol, own) for w, own in zip(weights, ranks, strict=True)]
-    for weight, own in zip(weights, cuts, strict=True):
-        if optimizer is not None and own is not None:
-            check_optimizer(optimizer, weight.name, weight.leaves, slices=own.keep is not None)
+    if optimizer is not None:
+        _check_optimizer(optimizer, [weight for weight, own in zip(weights, cuts, strict=True) if own is not None])
     rows = []
     for weight, own in zip(weights, cuts, strict=True):
         rows.append(_row(weight, own, optimizer))
         if parameters is None:
             weight.module.compacted = (rule, tol, weight.fingerprint(rule))
-    notes = notes_on(
-        rows,
-        emptied=[(w.name, bond) for w, own in zip(weights, cuts, strict=True) if own for bond in own.emptied],
-        vanished={weight.name: which for weight in weights if (which := weight.vanished)},
-        moved=any(weight.has_been_cut for weight in weights),
-        particles=0 if isinstance(model, nn.Module) else len(model),
-        tol=tol,
-        budget=parameters is not None,
-    )
+    notes = notes_on(weights, cuts, rows, tol, parameters is not None)
     return CompactReport(rule or "default", tol, tuple(rows), size, count_parameters(template), notes)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[Weight]) -> None:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for weight in weights:
+        for k, leaf in enumerate(weight.leaves):
+            if leaf is not None and leaf.requires_grad and id(leaf) not in known:
+                raise ConfigError(
+                    f"The optimiser does not hold core {k} of layer {weight.name!r}. Pass the one that trains it."
+                )
 
 
 def _row(weight: Weight, cut: Cut | None, optimizer: torch.optim.Optimizer | None) -> CompactedLayer:

@@ -72,19 +72,10 @@ def weight_inner(layout: Layout, equation: Equation, a: Sequence[Tensor], b: Seq
 
 def weight_norm(layout: Layout, equation: Equation, cores: Sequence[Tensor]) -> float:
     """The norm of the weight that these cores stand for."""
-    cores, log_size = _scaled(cores)
-    return math.sqrt(max(weight_inner(layout, equation, cores, cores), 0.0)) * math.exp(min(log_size, 700.0))
+    return math.sqrt(max(weight_inner(layout, equation, cores, cores), 0.0))
 
 
 def relative_change(layout: Layout, equation: Equation, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
     """The norm of the difference of two weights, relative to the first; precise to about 1e-8 in double precision."""
-    (old, old_size), (new, new_size) = _scaled(old), _scaled(new)
-    ratio = math.exp(min(new_size - old_size, 700.0))
     own, both, other = (weight_inner(layout, equation, *pair) for pair in ((old, old), (old, new), (new, new)))
-    return math.sqrt(max(own - 2 * ratio * both + ratio**2 * other, 0.0) / own) if own > 0 else 0.0
-
-
-def _scaled(cores: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """The cores divided by their largest entries, so that long products stay in range, and the log of that factor."""
-    sizes = [float(core.abs().amax()) or 1.0 for core in cores]
-    return [core / size for core, size in zip(cores, sizes, strict=True)], math.fsum(map(math.log, sizes))
+    return math.sqrt(max(own - 2 * both + other, 0.0) / own) if own > 0 else 0.0

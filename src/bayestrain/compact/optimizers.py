@@ -1,8 +1,8 @@
-"""What happens to an optimiser's state when a parameter changes its shape."""
+"""What happens to an optimiser's state when a parameter is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,52 +17,29 @@ _left_behind: Any = WeakTensorKeyDictionary()
 """Parameters that were cut without their optimiser, with the shapes they had."""
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, layer: str, leaves: Iterable[Tensor | None], *, slices: bool
+def carry_state_(
+    optimizer: torch.optim.Optimizer | None,
+    parameter: Tensor,
+    before: torch.Size,
+    take: Callable[[Tensor], Tensor] | None,
 ) -> None:
-    """Refuse an optimiser whose state cannot follow a cut of these parameters."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "LBFGS keeps one flat vector for all parameters, which cannot follow their new shapes. "
-            "Compact without optimizer=, then make a new one."
-        )
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for k, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        if leaf.requires_grad and id(leaf) not in known:
-            raise ConfigError(f"The optimiser does not hold core {k} of layer {layer!r}. Pass the one that trains it.")
-        for key, value in optimizer.state.get(leaf, {}).items() if slices else ():
-            if isinstance(value, Tensor) and value.ndim and value.shape != leaf.shape:
-                raise ConfigError(
-                    f"The optimiser's state {key!r} for core {k} of layer {layer!r} has shape {tuple(value.shape)}, "
-                    f"not the core's {tuple(leaf.shape)}, and cannot be sliced. Leave rule out: the state restarts."
-                )
+    """Slice the state of a parameter, which had the shape `before`, with `take`; without it the state restarts.
 
-
-def slice_state_(optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor]) -> None:
-    """Cut everything that an optimiser knows entry by entry of a parameter as the parameter itself was cut."""
-    state = optimizer.state.get(parameter, {})
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim:
-            state[key] = take(value)
-
-
-def restart_state_(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
-    """Forget what an optimiser knows of a parameter that has a new shape."""
-    known: dict[str, Any] = optimizer.state.pop(parameter, {})
-    if isinstance(optimizer, torch.optim.SGD) and known.get("momentum_buffer") is not None:
+    State that has another shape than the parameter restarts, too. Without an optimiser, the next step of any that has
+    state of the old shape fails. PyTorch does not check this everywhere: fused optimisers would read beyond the end of
+    the new parameter.
+    """
+    if optimizer is None:
+        _watch_optimizers()
+        _left_behind.setdefault(parameter, []).append(before)
+        return
+    known = optimizer.state.pop(parameter, {})
+    moments = {key: value for key, value in known.items() if isinstance(value, Tensor) and value.ndim}
+    if take is not None and known and all(value.shape == before for value in moments.values()):
+        optimizer.state[parameter] = known | {key: take(value) for key, value in moments.items()}
+    elif isinstance(optimizer, torch.optim.SGD) and "momentum_buffer" in moments:
         # Fused SGD needs a buffer of all parameters or of none; one of zeros does what none does, without dampening.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def expect_no_old_state(parameter: Tensor, shape: torch.Size) -> None:
-    """Make the next step of an optimiser fail that still has state for a parameter of this earlier shape.
-
-    PyTorch does not check this everywhere: fused optimisers read beyond the end of the new parameter.
-    """
-    _watch_optimizers()
-    _left_behind.setdefault(parameter, []).append(shape)
 
 
 @lru_cache(maxsize=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bayestrain.compact.rules import Cut
+from bayestrain.compact.weights import Weight
 from bayestrain.tables import text_table
 
 
@@ -19,8 +21,13 @@ class CompactedLayer:
     parameters: int
     error: float
     spectra: tuple[tuple[float, ...], ...] = ()
-    """Per bond what the rule looked at, largest first, relative to the weight's norm: singular values, or what each
+    """Per bond what the rule compared, largest first, relative to the weight's norm: singular values, or what each
     index contributes. Of particles, the root mean square."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rank fell."""
+        return self.ranks != self.ranks_before
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class CompactReport:
     @property
     def changed(self) -> bool:
         """Whether any rank fell."""
-        return any(layer.ranks != layer.ranks_before for layer in self.layers)
+        return any(layer.changed for layer in self.layers)
 
     @property
     def change(self) -> float:
@@ -67,33 +74,18 @@ class CompactReport:
 
 
 def notes_on(
-    rows: Sequence[CompactedLayer],
-    *,
-    emptied: Sequence[tuple[str, str]],
-    vanished: Mapping[str, Sequence[int]],
-    moved: bool,
-    particles: int,
-    tol: float,
-    budget: bool,
+    weights: Sequence[Weight], cuts: Sequence[Cut | None], rows: Sequence[CompactedLayer], tol: float, budget: bool
 ) -> tuple[str, ...]:
-    """What looks wrong, and what to try.
-
-    Args:
-        rows: of the report.
-        emptied: layers and bonds that a threshold on lambda would have emptied.
-        vanished: particles in which the weight of a layer is almost zero.
-        moved: whether any rank has ever fallen.
-        particles: how many there are; 0 for a plain model, trained in a user's own loop.
-        tol: the tolerance, or the threshold on lambda.
-        budget: whether ranks were cut to a number of parameters.
-    """
+    """What looks wrong after these cuts, and what to try."""
     notes = [
-        f"bond {bond} of {name!r} collapsed: no lambda is above {tol}, so rank 1 was kept. An absolute threshold "
-        "depends on the gauge; leave out rule='lambda'."
-        for name, bond in emptied
+        f"bond {bond} of {weight.name!r} collapsed: no lambda is above {tol}, so rank 1 was kept. An absolute "
+        "threshold depends on the gauge; leave out rule='lambda'."
+        for weight, cut in zip(weights, cuts, strict=True)
+        for bond in (cut.emptied if cut else ())
     ]
+    emptied, vanished = bool(notes), {weight.name: which for weight in weights if (which := weight.vanished)}
     for name, which in vanished.items():
-        where = f" in {len(which)} of {particles} particles" if particles > 1 else ""
+        where = f" in {len(which)} of {weights[0].number} particles" if weights[0].number > 1 else ""
         notes.append(
             f"the weight of {name!r} has shrunk to almost nothing{where}. The prior probably outweighed the data "
             "before they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's "
@@ -101,15 +93,18 @@ def notes_on(
         )
     if emptied:
         return tuple(notes)
-    if not (moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):
-        weight = "" if vanished else " or with a larger prior weight"
-        steps = "" if particles else "check that prior.loss() is in the loss and prior.step() is called after each "
-        steps += "optimiser step, " if steps else ""
-        notes.append(f"no rank moved. Train longer{weight}, {steps}or raise tol.")
+    moved = budget or any(weight.has_been_cut for weight in weights) or any(row.changed for row in rows)
+    if not moved and any(max(row.ranks, default=1) > 1 for row in rows):
+        larger = "" if vanished else " or with a larger prior weight"
+        steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
+        own_loop = steps if weights[0].posterior is None else ""
+        notes.append(f"no rank moved. Train longer{larger}, {own_loop}or raise tol.")
     remedy = "allow more parameters" if budget else "lower the prior weight"
-    notes += [
-        f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}."
-        for row in rows
-        if max(row.ranks, default=1) == 1 < max(row.ranks_before, default=1) and row.name not in vanished
-    ]
-    return tuple(notes)
+    return (
+        *notes,
+        *(
+            f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}."
+            for row in rows
+            if row.changed and max(row.ranks) == 1 and row.name not in vanished
+        ),
+    )

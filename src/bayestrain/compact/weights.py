@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from bayestrain.compact.measure import weight_norm
-from bayestrain.compact.optimizers import expect_no_old_state, restart_state_, slice_state_
+from bayestrain.compact.optimizers import carry_state_
 from bayestrain.errors import ConfigError
 from bayestrain.nn.factorized import FactorizedWeight, replace_data
 from bayestrain.nn.sizes import factorized_weights
@@ -75,19 +75,16 @@ class Weight:
     @property
     def cores(self) -> list[Tensor]:
         """The cores of all particles, stacked ``(n, ..)``."""
-        if self.posterior is None:
-            return [core.detach()[None] for core in self.module.cores]
-        pairs = zip(self.module.cores, self.leaves, strict=True)
-        return [(core.expand(self.number, *core.shape) if leaf is None else leaf).detach() for core, leaf in pairs]
+        stacks = {} if self.posterior is None else self.posterior.particles
+        own = [core.expand(self.number, *core.shape) for core in self.module.cores]
+        return [stacks.get(f"{self._prefix}cores.{k}", core).detach() for k, core in enumerate(own)]
 
     @property
     def log_lambdas(self) -> list[Tensor]:
         """``log lambda`` of every bond, stacked ``(n, R)``; empty if the weight has no lambda."""
-        state = self.module.rank_state
-        own = [] if state is None else state.log_lambdas
-        if self.posterior is None:
-            return [u[None] for u in own]
-        return [self.posterior.carried[f"{self._prefix}rank_state.log_lambda_{bond}"] for bond in range(len(own))]
+        stacks = {} if self.posterior is None else self.posterior.carried
+        own = enumerate(() if self.module.rank_state is None else self.module.rank_state.log_lambdas)
+        return [stacks.get(f"{self._prefix}rank_state.log_lambda_{bond}", u[None]) for bond, u in own]
 
     @property
     def ranks(self) -> Ranks:
@@ -147,12 +144,7 @@ class Weight:
                 replace_data(leaf, cores[k].to(leaf))
             take = None if keep is None else partial(self._take, self.equation.cores[k], keep)
             leaf.grad = None if grad is None or take is None else take(grad)
-            if optimizer is None:
-                expect_no_old_state(leaf, shape)
-            elif take is None:
-                restart_state_(optimizer, leaf)
-            else:
-                slice_state_(optimizer, leaf, take)
+            carry_state_(optimizer, leaf, shape, take)
         self._write_lambdas(cores, keep)
 
     def _take(self, labels: Sequence[str], keep: Mapping[str, Tensor], tensor: Tensor) -> Tensor:
