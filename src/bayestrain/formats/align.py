@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bayestrain.formats.algebra import Operand, contract, operands
+from bayestrain.formats.algebra import contract, operands
 from bayestrain.formats.equation import Equation, Labels
 
 LIVE = 1e-3
 """`align` leaves indices unchanged that contribute less than this share of their bond's largest contribution."""
-
-STACK: Labels = ("network",)
-"""The label of the first axis of stacked cores."""
 
 
 def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> list[Tensor]:
@@ -31,89 +27,40 @@ def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> li
     are balanced, so that all cores have the same share of each. New indices are ordered and signed to be as close as
     possible to the old ones, so an optimiser's moments keep most of their meaning.
     """
-    if equation.is_tree:
-        return align_trees([(equation, cores)], live)[0]
     exact = [core.double() for core in cores]
+    grams = tree_grams(equation, exact) if equation.is_tree else {}  # a change of gauge leaves those of other bonds
     for bond in sorted(equation.bonds, key=lambda bond: len(equation.owners(bond)) > 2):  # shared bonds come last
         if len(owners := equation.owners(bond)) > 2:
             exact = balance(equation, exact, bond)
             continue
-        left, right = (_gram(exact[k], equation.cores[k], bond) for k in owners)
+        left, right = grams[bond] if grams else [_gram(exact[k], equation.cores[k], bond) for k in owners]
         exact = change_gauge(equation, exact, bond, *aligning_gauges(left, right, live))
     return [new.to(old.dtype) for new, old in zip(exact, cores, strict=True)]
 
 
-def align_trees(networks: Sequence[tuple[Equation, Sequence[Tensor]]], live: float = LIVE) -> list[list[Tensor]]:
-    """`align` for any number of trees in a few large operations.
-
-    Trees of one equation are stacked, padded with zeros, and the bonds of all of them are one batch of small matrices.
-    A change of gauge at one bond leaves the Gram matrices of all others as they are.
-    """
-    alike: dict[Equation, list[int]] = {}
-    for n, (equation, _) in enumerate(networks):
-        alike.setdefault(equation, []).append(n)
-    stacks = {
-        equation: [_stacked([networks[n][1][k].double() for n in own]) for k in range(len(equation.cores))]
-        for equation, own in alike.items()
-    }
-    grams = [pair for equation, cores in stacks.items() for pair in tree_grams(equation, cores)]
-    if not grams:
-        return [list(cores) for _, cores in networks]
-    widest, counts = max(left.shape[-1] for left, _ in grams), [len(left) for left, _ in grams]
-    sides = zip(*grams, strict=True)
-    left, right = (torch.cat([F.pad(own, (0, widest - own.shape[-1]) * 2) for own in side]) for side in sides)
-    gauge, inverse = aligning_gauges(left, right, live)
-    turns = zip(gauge.split(counts), inverse.split(counts), (own.shape[-1] for own, _ in grams), strict=True)
-    results = [list(cores) for _, cores in networks]
-    for equation, cores in stacks.items():
-        for bond in equation.bonds:
-            turn, back, rank = next(turns)
-            cores = change_gauge(equation, cores, bond, turn[:, :rank, :rank], back[:, :rank, :rank], STACK)
-        for k, stack in enumerate(cores):
-            for n, new in zip(alike[equation], stack.unbind(), strict=True):
-                old = networks[n][1][k]
-                results[n][k] = new[tuple(map(slice, old.shape))].to(old.dtype)
-    return results
-
-
-def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Per bond the inner products ``(.., R, R)`` of what either side of stacked trees holds at each index."""
-    own, twin = stacked_operands(equation, cores), stacked_operands(equation, cores, equation.bonds)
+def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Per bond of a tree the inner products ``(R, R)`` of what either side of it holds at each index."""
+    own, twin = operands(equation, cores), operands(equation, cores, equation.bonds)
 
     @cache
     def gram(k: int, bond: str) -> Tensor:
         others = [(other, x) for x in equation.bonds_of(k) if x != bond for other in equation.owners(x) if other != k]
-        beyond = [(gram(other, x), (*STACK, x, f"{x}'")) for other, x in others]
-        return contract([own[k], twin[k], *beyond], (*STACK, bond, f"{bond}'"))
+        beyond = [(gram(other, x), (x, f"{x}'")) for other, x in others]
+        return contract([own[k], twin[k], *beyond], (bond, f"{bond}'"))
 
-    pairs = [(equation.owners(bond), bond) for bond in equation.bonds]
-    return [(gram(first, bond), gram(second, bond)) for (first, second), bond in pairs]
-
-
-def stacked_operands(equation: Equation, cores: Sequence[Tensor], primed: Sequence[str] = ()) -> list[Operand]:
-    """`operands` of several networks of one equation, whose cores are stacked along their first axis, named `STACK`."""
-    return [(core, (*STACK, *labels)) for core, labels in operands(equation, cores, primed)]
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of several sizes padded with zeros and stacked."""
-    whole = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
-    missing = [[(0, most - size) for most, size in zip(whole, own.shape, strict=True)] for own in tensors]
-    return torch.stack([F.pad(own, sum(pads[::-1], ())) for own, pads in zip(tensors, missing, strict=True)])
+    pairs = {bond: equation.owners(bond) for bond in equation.bonds}
+    return {bond: (gram(first, bond), gram(second, bond)) for bond, (first, second) in pairs.items()}
 
 
 def change_gauge(
-    equation: Equation, cores: Sequence[Tensor], bond: str, gauge: Tensor, inverse: Tensor, stack: Labels = ()
+    equation: Equation, cores: Sequence[Tensor], bond: str, gauge: Tensor, inverse: Tensor
 ) -> list[Tensor]:
-    """Insert ``gauge @ inverse`` at a bond between two cores: other cores, the same tensor.
-
-    Stacked networks have `STACK` for their first axis.
-    """
+    """Insert ``gauge @ inverse`` at a bond between two cores: other cores, the same tensor."""
     result, new = list(cores), f"{bond}'"
     for k, matrix in zip(equation.owners(bond), (gauge, inverse.mT), strict=True):
         labels = equation.cores[k]
         turned = tuple(new if label == bond else label for label in labels)
-        result[k] = contract([(cores[k], (*stack, *labels)), (matrix, (*stack, bond, new))], (*stack, *turned))
+        result[k] = contract([(cores[k], labels), (matrix, (bond, new))], turned)
     return result
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from bayestrain.formats import Format, algebra
-from bayestrain.formats.align import STACK, align_trees, stacked_operands
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import FactorizedWeight
 from bayestrain.perf.stacks import Stacks
+from bayestrain.perf.trees import align_trees
 from bayestrain.prior import density
 from bayestrain.prior.density import Move
 from bayestrain.prior.groups import Group, shares, total
@@ -282,8 +283,7 @@ class Table:
         stacks, squares = iter(self.stacks(cores, torch.float64)), []
         for equation in self._held_equations:
             own = [next(stacks) for _ in equation.cores]
-            both = stacked_operands(equation, own) + stacked_operands(equation, own, equation.bonds)
-            squares.append(algebra.contract(both, STACK))
+            squares.append(torch.vmap(partial(algebra.inner, equation))(own, own))
         return torch.cat(squares).clamp_min(0.0).sqrt().to(self.exact)
 
     def hold_scale_(self) -> None:
