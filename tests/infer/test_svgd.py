@@ -99,21 +99,6 @@ def test_times_n_multiplies_the_direction_by_the_number_of_particles() -> None:
         torch.testing.assert_close(times_n.particles[key] - tensor, 4 * (plain.particles[key] - tensor))
 
 
-def test_one_gradient_for_two_tensors_is_not_handled_twice() -> None:
-    """Of ``x + y`` autograd returns the same tensor as the gradient of both, here too large to be copied."""
-
-    def of_the_sum(p: dict[str, Tensor], batch: object) -> Tensor:  # noqa: ARG001
-        return -0.5 * (p["x"] + p["y"]).square().sum(1)
-
-    for size in (2, BLOCK + 1):
-        before = {"x": torch.randn(4, size, dtype=F64), "y": torch.randn(4, size, dtype=F64)}
-        expected = slow.direction(before, of_the_sum, None)
-        method = svgd(of_the_sum, before, 1.0)
-        method.step(None)
-        for key, tensor in method.particles.items():
-            torch.testing.assert_close(tensor.detach() - before[key], expected[key], rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", [rbf, imq])
 @pytest.mark.parametrize("n", [2, 3, 20])

@@ -139,15 +139,15 @@ def test_particles_keep_their_precision_and_lose_their_graph() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    with pytest.raises(ShapeError, match=r"got \(7, 3\).*pass probabilities\[None\]"):
+    with pytest.raises(ShapeError, match=r"at least 2 classes \(n, N, C\), got \(7, 3\)"):
         ClassPrediction(PROBS[0])
-    with pytest.raises(ShapeError, match=r"at least 1 particle and 2 classes, got \(0, 7, 3\)"):
+    with pytest.raises(ShapeError, match=r"at least 1 particle, got \(0, 7, 3\)"):
         ClassPrediction(PROBS[:0])
     logits = PROBS.clone()
     logits[3, 4] = torch.tensor([-1.0, 0.5, 2.5])
-    with pytest.raises(ConfigError, match=r"smallest entry -1 and sum 2 \(particle 3, input 4\).*softmax"):
+    with pytest.raises(ConfigError, match=r"smallest one of -1 and a sum 1 away from 1.*softmax"):
         ClassPrediction(logits)
-    with pytest.raises(ConfigError, match="inputs or weights that are not finite"):
+    with pytest.raises(ConfigError, match=r"2 of 2 that are not\. Look for inputs or weights"):
         ClassPrediction(torch.full((1, 1, 2), torch.nan))
     with pytest.raises(ConfigError, match=r"floating-point numbers, got torch.int64"):
         ClassPrediction(torch.eye(3, dtype=torch.int64)[None])

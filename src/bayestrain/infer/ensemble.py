@@ -5,14 +5,12 @@
     theta_k += lr * grad log p(theta_k)
 """
 
-from typing import ClassVar
-
 from bayestrain.infer.method import Method
 
 
 class Ensemble(Method):
     """Particles that do not interact; arguments as for `Method`."""
 
-    name: ClassVar[str] = "ensemble"
-    fewest: ClassVar[int] = 2
-    advice: ClassVar[str] = "Use MAP for a single point."
+    name = "ensemble"
+    fewest = 2
+    advice = "Use MAP for a single point."

@@ -5,14 +5,12 @@
     theta += lr * grad log p(theta)
 """
 
-from typing import ClassVar
-
 from bayestrain.infer.method import Method
 
 
 class MAP(Method):
     """A single point; arguments as for `Method`."""
 
-    name: ClassVar[str] = "map"
-    most: ClassVar[int | None] = 1
-    advice: ClassVar[str] = "Use Ensemble for several."
+    name = "map"
+    most = 1
+    advice = "Use Ensemble for several."

@@ -10,7 +10,7 @@ preconditioner's derivative, as they recommend).
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ class SGLD(Method):
         seed: of the noise.
     """
 
-    name: ClassVar[str] = "sgld"
-    options: ClassVar[frozenset[str]] = frozenset({"lr", "temperature", "memory", "seed", "clip"})
+    name = "sgld"
+    options = frozenset({"lr", "temperature", "memory", "seed", "clip"})
     optimizer: "Langevin"
 
     def __init__(

@@ -14,7 +14,7 @@ distance with slope K', ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)``, so b
 No tensor of size ``n x n x D`` is made.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -37,10 +37,10 @@ class SVGD(Method):
             all others moves along its own gradient.
     """
 
-    name: ClassVar[str] = "svgd"
-    options: ClassVar[frozenset[str]] = Method.options | {"kernel", "times_n"}
-    fewest: ClassVar[int] = 2
-    advice: ClassVar[str] = "A single particle has nothing to be repelled by: use MAP for a single point."
+    name = "svgd"
+    options = Method.options | {"kernel", "times_n"}
+    fewest = 2
+    advice = "A single particle has nothing to be repelled by: use MAP for a single point."
 
     def __init__(
         self,

@@ -44,22 +44,17 @@ class ClassPrediction(Prediction):
     def __post_init__(self) -> None:
         super().__post_init__()
         probs = self.particle_probabilities
-        if probs.ndim != 3 or probs.shape[0] < 1 or probs.shape[2] < 2:
-            raise ShapeError(
-                "Probabilities must have shape (particles, inputs, classes) with at least 1 particle and 2 classes, "
-                f"got {tuple(probs.shape)}. For the (inputs, classes) of one network pass probabilities[None]."
-            )
+        if probs.ndim != 3 or probs.shape[2] < 2:
+            raise ShapeError(f"Probabilities must be those of at least 2 classes (n, N, C), got {tuple(probs.shape)}.")
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"temperature must be positive and finite, got {self.temperature}.")
+        away = (probs.sum(2, dtype=torch.float64) - 1).abs()
         tolerance = 1e-4 if probs.dtype in (torch.float32, torch.float64) else 1e-2
-        bad = ((probs.sum(2, dtype=torch.float64) - 1).abs() > tolerance) | (probs < 0).any(2) | probs.isnan().any(2)
-        if bool(bad.any()):
-            particle, index = bad.nonzero()[0].tolist()
-            row = probs[particle, index].double()
+        if bool((away > tolerance).any()) or bool((probs < 0).any()):
             raise ConfigError(
-                "Probabilities must be at least 0 and sum to 1 over the classes, got a row with smallest entry "
-                f"{float(row.min()):.4g} and sum {float(row.sum()):.4g} (particle {particle}, input {index}). Pass "
-                "logits through .softmax(-1) first; look for inputs or weights that are not finite."
+                "Probabilities must be at least 0 and sum to 1 over the classes, got a smallest one of "
+                f"{float(probs.min()):.4g} and a sum {float(away.max()):.4g} away from 1. Pass logits through "
+                ".softmax(-1) first."
             )
 
     @cached_property

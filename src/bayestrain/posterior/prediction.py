@@ -27,6 +27,16 @@ class Prediction(ABC):
         for name, values in self._tensors().items():
             if not values.is_floating_point():
                 raise ConfigError(f"{name} must be floating-point numbers, got {values.dtype}. Type {name}.double().")
+            if values.ndim not in (2, 3) or len(values) == 0:
+                raise ShapeError(
+                    f"{name} must have shape (particles, inputs) or (particles, inputs, outputs) with at least 1 "
+                    f"particle, got {tuple(values.shape)}. For those of one network pass {name}[None]."
+                )
+            if number := int((~values.isfinite()).sum()):
+                raise ConfigError(
+                    f"{name} must be finite, got {number} of {values.numel()} that are not. Look for inputs or weights "
+                    "that are not finite."
+                )
             object.__setattr__(self, name, off_mps(values))
 
     @property

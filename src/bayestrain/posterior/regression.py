@@ -32,18 +32,14 @@ class RegressionPrediction(Prediction):
     def __post_init__(self) -> None:
         super().__post_init__()
         means, variances = self.particle_means, self.particle_variances
-        if means.shape != variances.shape or means.ndim not in (2, 3) or means.shape[0] < 1:
+        if means.shape != variances.shape:
             raise ShapeError(
-                "Means and variances must both have shape (particles, inputs) or (particles, inputs, outputs) with at "
-                f"least 1 particle, got {tuple(means.shape)} and {tuple(variances.shape)}. For one variance shared by "
-                "all, pass variance.expand_as(means)."
+                f"Means and variances must have the same shape, got {tuple(means.shape)} and {tuple(variances.shape)}. "
+                "For one variance shared by all, pass variance.expand_as(means)."
             )
-        if number := int((~means.isfinite()).sum()):
-            raise ConfigError(f"Means must be finite, got {number} of {means.numel()} that are not. Train again.")
-        if not bool(((variances > 0) & variances.isfinite()).all()):
+        if not bool((variances > 0).all()):
             raise ConfigError(
-                f"Variances must be positive and finite, got {float(variances.min()):.4g} to "
-                f"{float(variances.max()):.4g}. Pass squares of standard deviations, or exponentials of logarithms."
+                f"Variances must be positive, got {float(variances.min()):.4g}. Pass squares of standard deviations."
             )
 
     @cached_property
