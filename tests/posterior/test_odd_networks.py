@@ -78,6 +78,26 @@ def test_modules_and_weights_may_be_used_twice(build: Callable[[], nn.Module]) -
     assert_predicts_as_its_particles(posterior)
     assert [id(p) for p in posterior.template.parameters()] == parameters  # still its own
     assert "model.other.weight" not in posterior.particles
+    resumed = Posterior(independent(build, 3, seed=1), NUM_DATA, optimizer=adam)
+    resumed.load_state_dict(copy.deepcopy(posterior.state_dict()))
+    for one in (posterior, resumed):
+        one.step(*batch(seed=9))
+    assert_same(posterior, resumed)
+
+
+def test_buffers_that_no_state_dict_saves_are_part_of_a_posteriors_state() -> None:
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(12, 3)
+            self.register_buffer("shift", torch.randn(3), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.shift  # type: ignore[operator]
+
+    begun, resumed = (Posterior(independent(Shifted, 2, seed=seed), NUM_DATA) for seed in (0, 1))
+    begun.step(*batch())
+    resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+    assert torch.equal(resumed.outputs(batch()[0]), begun.outputs(batch()[0]))
 
 
 def test_modules_may_refer_to_each_other_outside_the_module_tree() -> None:

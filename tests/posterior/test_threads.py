@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -98,3 +99,24 @@ def test_a_likelihood_changed_between_predictions_is_seen() -> None:
     assert isinstance(found, ClassPrediction)
     assert found.temperature == 2.0
     assert not torch.equal(found.mean, plain.mean)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")  # Python 3.12; nothing else runs at the fork
+def test_forked_workers_get_the_serial_answers() -> None:
+    posterior = posterior_of()
+    x = batch(2, 4, 4, seed=1)[0]
+    expected = together(lambda _: posterior.predict(x).mean)[0]  # threads have used it before
+
+    def work(answers: Any) -> None:
+        answers.put([(posterior.predict(x).mean - expected).abs().max().item() for _ in range(5)])
+
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    workers = [fork.Process(target=work, args=(answers,)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(60)
+    assert max(map(max, found)) < 1e-12
+    assert [worker.exitcode for worker in workers] == [0, 0]
