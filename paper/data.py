@@ -105,7 +105,7 @@ def _beside_patches(found: PaperData) -> PaperData:
 
 def _named(images: Images, name: str) -> Images:
     """The images with a name, by which a run records how well they are told from the test images."""
-    images.name = name  # type: ignore[attr-defined]
+    images.name = name
     return images
 
 

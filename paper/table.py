@@ -35,33 +35,34 @@ LOSS = 0.05
 """A cut of ranks that costs more accuracy than this is reported."""
 
 INTRODUCTION = """\
-`make paper-table` writes this file and its figures from the results beside it.
+`make paper-table` writes this file and its figures from the results in this folder.
 
 # Results
 
 Each line is a group of runs that differ only in their seed, or a line of the paper. Figures are for the test set, as
 mean ± sample standard deviation over seeds; without a ±, there is one seed or all seeds agree. Settings were tuned on a
-validation split of the training images. For some trial runs the test figures were printed beside the validation figures
-and seen, so ours may be slightly optimistic.
+validation split of the training images. The test figures of some trial runs were seen with the validation figures, so
+ours may be slightly optimistic.
 
-- *model*, in the paper's words: BNN is the dense network, BTNN the network of tensor trains at full rank, LR-BTNN the
-  network of tensor trains that finds its own ranks.
-- *inferred by*: MAP is a single network; otherwise a posterior of that many networks (its particles), and the method.
-- *preset*: whose modes, ranks and prior, unless the line's command sets them otherwise. *prior weight*: 1 is Bayes,
-  less keeps more ranks. *target*: how many times smaller than dense the network was asked to be.
+- *model*, in the paper's terms: BNN is the dense network, BTNN the network of tensor trains at full rank, and LR-BTNN
+  the network of tensor trains that finds its own ranks.
+- *inferred by*: MAP means a single network; otherwise a posterior of so many networks (its particles), and the method.
+- *preset*: which modes, ranks and prior were used, unless the line's command changed them. *prior weight*: 1 is Bayes,
+  less keeps more ranks. *target*: how many times smaller than dense the network should become.
 - *parameters*: with biases and batch norm's four vectors; for a posterior, those of one particle. *ratio*: how many
   times fewer than the dense network has.
 - *log likelihood*: per test image; for a posterior, of the particles' mean probability at the temperature fitted to
   the held-out images. *calibrated*: of a single network at such a temperature. *particles' mean*: the mean of the
   particles' own log likelihoods, which is what the paper's figure appears to be.
 - *training*: duration and device. Runs shared machines, so times are not a benchmark. *epochs* include fine-tuning;
-  "after" are the epochs of the run that a network started from, "of" are those of the preset, where a run had fewer. A
-  posterior around MAP starts from a trained network, whose epochs and time are not counted.
-- *commits*: the sources a line was trained with, including the networks it started from; "+": with uncommitted changes.
-- A dash: unknown, or it does not apply.
+  "after" counts the epochs of the run that a network started from, and "of" those of the preset, where a run had fewer.
+  A posterior around MAP starts from a trained network, whose epochs and time are not counted.
+- *commits*: the sources that a line was trained with, including the networks it started from; "+" marks uncommitted
+  changes.
+- A dash: unknown, or not applicable.
 
-The command that made a line is in its `summary.json`. Commands that name `tools/run_seeds.py` belong to the commits of
-their line; what runs the same settings today is listed in [paper/README.md](../README.md#commands).
+`summary.json` has the command of each line. Commands with `tools/run_seeds.py` belong to the commits of their line;
+[paper/README.md](../README.md#commands) lists the commands that train with the same settings today.
 """
 
 
@@ -203,7 +204,7 @@ def _cut_too_far(groups: Sequence[Group]) -> str:
         if before and after and before[0] - after[0] > LOSS:
             part = f" (after {group.shortened} epochs)" if group.shortened else ""
             lines.append(f"`{group.label}`{part} from {percent(before[0], 1)} to {percent(after[0], 1)}")
-    return f"Lost by the final cut of ranks, accuracy on held-out images: {', '.join(lines)}." if lines else ""
+    return f"Accuracy on held-out images, before and after the final cut of ranks: {', '.join(lines)}." if lines else ""
 
 
 def _again(groups: Sequence[Group]) -> str:
@@ -261,9 +262,9 @@ def _beside_single_networks(groups: Sequence[Group]) -> str:
         ]  # fmt: skip
         worse.append(f"`{group.label}` {' and '.join(map(str, counts))} of {len(each)}")
     return (
-        "### Posteriors beside a single network\n\nThe single network has the settings of the posterior, or is the one "
-        "that it started around. Temperatures are fitted to held-out images. AUROC: how well total uncertainty tells "
-        "test images from images of another kind.\n\n"
+        "### Posteriors and single networks\n\nThe single network has the settings of the posterior, or is the network "
+        "that the posterior started around. Temperatures are fitted to held-out images. AUROC: how well total "
+        "uncertainty separates test images from images of another kind.\n\n"
         + markdown(lines, columns)
         + "\n\nSeeds for which the posterior's calibrated ECE is worse than the single network's, without and with a "
         f"temperature: {'; '.join(worse)}."

@@ -8,8 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 
 import pytest
@@ -109,23 +109,9 @@ def test_functions_and_files_that_the_text_names_exist(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`]+)`", text):
         if re.fullmatch(rf"({rooms})(\.\w+)+", code) and not code.endswith(".py"):
-            named(f"bayestrain.{code}")
+            resolve_name(f"bayestrain.{code}")
         if re.fullmatch(r"(\w+/)+(\w+\.(py|md|toml))?", code) and "yours" not in code:
             assert (ROOT / code).exists() or (ROOT / "src" / "bayestrain" / code).exists(), f"{page} names {code}"
-
-
-def named(name: str) -> object:
-    """What a dotted name stands for."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: object = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part)
-        return found
-    raise AssertionError(f"There is no {name}.")
 
 
 def test_the_api_pages_have_every_public_name_and_no_other() -> None:
@@ -133,7 +119,7 @@ def test_the_api_pages_have_every_public_name_and_no_other() -> None:
     shown = []
     for page in (ROOT / "docs" / "api").glob("*.md"):
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
-            found = named(name)
+            found = resolve_name(name)
             shown += [found, *(getattr(found, member) for member in getattr(found, "__all__", ()))]
     for name in bt.__all__:
         thing = getattr(bt, name)

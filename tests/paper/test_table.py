@@ -179,7 +179,7 @@ def test_sentences_below_a_table(full: Path) -> None:
     assert PAPER["mnist"].notes[0] in text
     assert "All lines were trained by the package before its rewrite" in text
     group(full, "lost", [{"validation": {"accuracy": 0.5}}], searched=(0.9,))
-    assert "Lost by the final cut of ranks, accuracy on held-out images: `lost` from 90.0 % to 50.0 %." in (
+    assert "before and after the final cut of ranks: `lost` from 90.0 % to 50.0 %." in (
         write_table(full).read_text().replace("\u00a0", " ")
     )
 

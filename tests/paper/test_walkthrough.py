@@ -6,8 +6,8 @@ import re
 import shlex
 import subprocess
 from argparse import ArgumentParser
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from table_kit import RESULTS, ROOT
@@ -20,20 +20,6 @@ ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in ELEMEN
 NAMED = re.compile(r"`([^`]+)`")
 
 
-def resolve(name: str) -> object:
-    """What a dotted name stands for."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: object = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part)
-        return found
-    raise AssertionError(f"There is no {name}.")
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
 def test_an_element_has_its_function_its_test_and_its_result(row: list[str]) -> None:
     _, functions, tests, results = row
@@ -41,7 +27,7 @@ def test_an_element_has_its_function_its_test_and_its_result(row: list[str]) -> 
         if name.endswith(".toml"):
             assert (ROOT / "paper" / name).is_file(), name
         elif name.startswith(("bayestrain.", "paper.")):
-            resolve(name)
+            resolve_name(name)
         else:
             assert "=" in name, f"{name} is neither a function, nor a preset, nor an argument"
     assert NAMED.findall(tests)
