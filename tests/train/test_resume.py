@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, network, train, without_seconds
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
-from bayestrain.nn import count_parameters, ranks
+from bayestrain.nn import count_parameters
 from bayestrain.train import PriorConfig, RunFolder
 from bayestrain.train.folder import FORMAT
 
@@ -56,9 +55,12 @@ def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp
     options: dict[str, Any] = {"optimizer": optimizer, "validation": HELD_OUT}
     whole = network(norm=True)
     expected = train(whole, **options)
+    assert len({record["parameters"] for record in expected.history}) > 2  # cores really change their shapes
     with pytest.raises(Interrupted, match=rf"epoch {stop} .*--resume.*resume=True") as stopped:
         train(network(norm=True), folder=tmp_path, callbacks=[StopAfter(stop)], **options)
     assert stopped.value.folder == str(tmp_path)
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"epoch": 9}\n{"epo')  # killed while it wrote a line
     torch.rand(7)  # another program's use of the global generator does not matter
     model = network(norm=True)
     result = train(model, folder=tmp_path, resume=True, **options)
@@ -203,17 +205,6 @@ def test_a_step_that_breaks_the_weights_is_never_saved(tmp_path: Path) -> None:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_a_line_of_history_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
-    model, whole = network(), network()
-    train(whole)
-    with pytest.raises(Interrupted):
-        train(network(), folder=tmp_path, callbacks=[StopAfter(3)])
-    with (tmp_path / "history.jsonl").open("a") as file:
-        file.write('{"epoch": 4}\n{"epo')
-    result = train(model, folder=tmp_path, resume=True)
-    assert [record["epoch"] for record in result.history] == list(range(7))
-
-
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -265,11 +256,3 @@ def test_killed_at_random_times_the_resumed_run_is_bit_identical(tmp_path: Path)
         assert one.keys() == other.keys()
         assert all(torch.equal(value, other[name]) for name, value in one.items()), (kill, reached)
     assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"
-
-
-def test_the_run_that_was_killed_really_cut_ranks() -> None:
-    """Otherwise the tests above would say nothing about cores that change their shapes."""
-    result = train(network(norm=True))
-    assert len({record["parameters"] for record in result.history}) > 2
-    assert isinstance(result.model, nn.Module)
-    assert ranks(result.model) != result.start_ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, classes, train
+from fit_kit import HELD_OUT, Listener, StopAfter, assert_same_weights, classes, train
 from torch import nn
 
 from bayestrain.errors import ConfigError, Interrupted
@@ -131,14 +131,6 @@ def test_a_target_that_makes_no_sense_is_refused_before_the_first_step(options: 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_network_that_has_reached_its_target_may_be_resumed(tmp_path: Path) -> None:
-    model = wide()
-    with pytest.raises(Interrupted):
-        train(model, target_ratio=8.0, folder=tmp_path, callbacks=[StopAfter(5)])
-    assert count_parameters(model) <= DENSE / 8
-    assert len(train(model, target_ratio=8.0, folder=tmp_path, resume=True).history) == 7
-
-
 # --- an accuracy ------------------------------------------------------------------------------------------------------
 
 
@@ -215,9 +207,3 @@ def test_rates_follow_their_schedules() -> None:
     assert learning_rate(tuned, 9, search_ended=4) == pytest.approx(0.1)
     through = FitConfig(epochs=10, lr=0.5, finetune_lr=0.0, finetune_epochs=10)
     assert [learning_rate(through, epoch) for epoch in (0, 10, 20)] == pytest.approx([0.5, 0.25, 0.0])
-
-
-def test_the_data_can_be_learned() -> None:
-    """Otherwise the tests of accuracies would say nothing."""
-    result = train(wide(), TRAIN, HELD_OUT, epochs=12, lr=3e-2, prior=WEAK)
-    assert result.validation["accuracy"] > 0.95

@@ -109,11 +109,8 @@ def train_run(
             "from_run": None if start is None else start.note, "status": "finished",
         }  # fmt: skip
         if fitted.posterior is not None:
-            diagnostics = fitted.history[-1]["diagnostics"]
-            result["posterior"] |= {
-                "diagnostics": diagnostics,
-                "warnings": _warnings(how.particles, diagnostics, trained),
-            }
+            result["posterior"]["diagnostics"] = diagnostics = fitted.history[-1]["diagnostics"]
+            result["posterior"]["warnings"] = _warnings(how.particles, diagnostics, trained)
         about: dict[str, Any] = {"model": config.run.model, "data": config.run.data, "name": config.run.name}
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
