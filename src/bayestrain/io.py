@@ -30,9 +30,6 @@ from bayestrain.posterior import Classification, Joint, Likelihood, ParticleMode
 
 VERSION = 1
 WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
-SHARED = "shared."
-"""Stands before the names of frozen parameters, which all particles share."""
-
 LARGEST_DESCRIPTION, LARGEST_SIZE, MOST_SIZES = 64 << 20, 1 << 40, 64
 """Bounds on what is read: bytes of the JSON, a size in it, and how many sizes stand in one list."""
 
@@ -54,16 +51,17 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         path: the folder.
         about: stored in ``model.json`` as it is.
     """
-    network = model if isinstance(model, nn.Module) else model.template
+    module = model if isinstance(model, nn.Module) else model.joint
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
-    tensors = _tensors(network)
+    tensors = _tensors(module)
     if not isinstance(model, nn.Module):
+        stacked = {n: t for n, t in {**model.particles, **model.carried}.items() if n in tensors}
         own |= {"kind": "posterior", "particles": len(model), "likelihood": _describe_likelihood(model.likelihood)}
-        shared = {SHARED + name: p for name, p in model.joint.named_parameters() if name not in model.particles}
-        tensors = {**model.particles, **model.carried, **shared}
-    _check_savable(network, tensors)
-    own |= {"parameters": count_parameters(network), "dense_parameters": dense_parameters(network)}
-    own["weights"] = {name: _describe(network, weight) for name, weight in factorized_weights(network).items()}
+        own["shared"] = sorted(tensors.keys() - stacked.keys())
+        tensors |= stacked
+    _check_savable(module, tensors)
+    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
+    own["weights"] = {name: _describe(module, weight) for name, weight in factorized_weights(module).items()}
     if taken := sorted(set(own) & set(about or {})):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     try:
@@ -88,34 +86,32 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
     folder, description = read_description(path)
-    posterior = description["kind"] == "posterior"
-    if posterior and likelihood is None:
-        likelihood = _likelihood(folder, description.get("likelihood"))
-    file = folder / (PARTICLES if posterior else WEIGHTS)
+    module, stacked = into, description["kind"] == "posterior"
+    if stacked:
+        known = _likelihood(folder, description) if likelihood is None else copy.deepcopy(likelihood)
+        module = Joint(into, known)
+    file = folder / (PARTICLES if stacked else WEIGHTS)
     tensors = _read_tensors(file, description)
-    _rebuild(folder, description, into)
-    joint = Joint(into, copy.deepcopy(likelihood)) if likelihood is not None and posterior else None
-    try:
-        if joint is None:
-            _fill(into, tensors)
-            return into.eval()
-        _fill(joint, _of_one(tensors, 0))
-    except DataError as error:
-        raise DataError(f"{file} is not the one that {DESCRIPTION} describes: {error}.") from error
+    _rebuild(folder, description, module)
+    shared = description["shared"] if stacked else tensors.keys()
+    _fill(file, module, {name: tensor if name in shared else tensor[0] for name, tensor in tensors.items()})
+    module.eval()
+    if not isinstance(module, Joint):
+        return into
     particles, carried = (
-        {name: tensors[name].to(own.device) for name, own in owned if name in tensors}
-        for owned in (joint.named_parameters(), joint.named_buffers())
+        {name: tensors[name].to(own.device) for name, own in owned if name in tensors.keys() - shared}
+        for owned in (module.named_parameters(), module.named_buffers())
     )
-    return ParticleModel(joint.eval(), particles, carried)
+    return ParticleModel(module, particles, carried)
 
 
 # --- the description --------------------------------------------------------------------------------------------------
 
 
-def _describe(network: nn.Module, weight: FactorizedWeight) -> dict[str, Any]:
+def _describe(model: nn.Module, weight: FactorizedWeight) -> dict[str, Any]:
     """One factorised weight as data."""
     return {
-        "module": next(name for name, module in network.named_modules() if module is weight),
+        "module": next(name for name, module in model.named_modules() if module is weight),
         "format": weight.format.name,
         "equation": str(weight.equation),
         "layout": {key: getattr(weight.layout, key) for key in ("name", "shape", "axes", "splits", "modes")},
@@ -128,7 +124,8 @@ def _describe_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
     return next(({"kind": kind, setting: getattr(likelihood, setting)} for kind, setting in known), None)
 
 
-def _likelihood(folder: Path, about: object) -> Likelihood:
+def _likelihood(folder: Path, description: Mapping[str, Any]) -> Likelihood:
+    about = description.get("likelihood")
     try:
         if isinstance(about, dict) and about["kind"] in LIKELIHOODS:
             kind, setting = LIKELIHOODS[about["kind"]]
@@ -160,6 +157,7 @@ def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
             raise ValueError(f"{found['kind']!r} is no kind")
         if found["kind"] == "posterior":
             _sizes([found["particles"]])
+            found["shared"] = set(map(str, found["shared"]))
         for weight in found["weights"].values():
             if not all(isinstance(weight[key], str) for key in ("module", "format", "equation")):
                 raise TypeError("module, format and equation must be text")
@@ -191,36 +189,38 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n in kept}
 
 
-def _check_savable(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _check_savable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Refuse what would not load, or would be useless."""
-    if any(weight.rank_state is not None for weight in factorized_weights(network).values()):
+    if any(weight.rank_state is not None for weight in factorized_weights(model).values()):
         raise ConfigError(
             "The model still carries lambda. Call prior.remove_() before saving it for use, "
             "RankPrior(model, num_data=1).remove_() if there is no prior any more, "
             "or posterior.fix_ranks_() if it is a posterior."
         )
+    parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
         # A mask, which is a buffer, may be infinite.
-        if bool(tensor.isnan().any()) or (tensor.requires_grad and bool(tensor.isinf().any())):
+        if bool(tensor.isnan().any()) or (name in parameters and bool(tensor.isinf().any())):
             raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
 
 
 def _read_tensors(file: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a file; its header must agree with the description before any of them is read."""
-    wrong, n = f"{file} is not the one that {DESCRIPTION} describes", description.get("particles")
-    posterior = description["kind"] == "posterior"
+    wrong = f"{file} is not the one that {DESCRIPTION} describes"
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            if posterior and any(shape[:1] != (n,) for name, shape in shapes.items() if not name.startswith(SHARED)):
-                raise DataError(f"{wrong}: it does not hold {n} particles.")
-            one = _of_one(shapes, slice(1, None)) if posterior else shapes
+            if description["kind"] == "posterior":
+                stacked, n = shapes.keys() - description["shared"], description["particles"]
+                if any(shapes[name][:1] != (n,) for name in stacked):
+                    raise DataError(f"{wrong}: it does not hold {n} particles.")
+                shapes |= {name: shapes[name][1:] for name in stacked}
             for weight in description["weights"].values():
                 for k, wanted in enumerate(weight["cores"]):
-                    parts = ("model" if posterior else "", weight["module"], f"cores.{k}")
-                    if (found := one.get(name := ".".join(filter(None, parts)))) != wanted:
+                    name = f"{weight['module']}.cores.{k}".removeprefix(".")
+                    if (found := shapes.get(name)) != wanted:
                         raise DataError(f"{wrong}: {name} needs shape {wanted}, there is {found or 'nothing'}.")
             tensors = {name: opened.get_tensor(name) for name in shapes}
     except (SafetensorError, OSError) as error:
@@ -230,21 +230,16 @@ def _read_tensors(file: Path, description: Mapping[str, Any]) -> dict[str, Tenso
     return tensors
 
 
-def _of_one(stacked: Mapping[str, Any], first: int | slice) -> dict[str, Any]:
-    """What belongs to one particle, by its name in the joint module; frozen parameters are shared by all."""
-    return {n.removeprefix(SHARED): t if n.startswith(SHARED) else t[first] for n, t in stacked.items()}
-
-
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a model the values and types of the file."""
-    own = _tensors(model)
+def _fill(file: Path, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a module the values and types of the file."""
+    wrong, own = f"{file} is not the one that {DESCRIPTION} describes", _tensors(module)
     if odd := own.keys() ^ tensors.keys():
-        raise DataError(f"the file and the network do not have these in common: {', '.join(sorted(odd))}")
+        raise DataError(f"{wrong}: the file and the network do not have these in common: {', '.join(sorted(odd))}.")
     for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
-            raise DataError(f"{name} has shape {tuple(tensors[name].shape)} in the file, not {tuple(tensor.shape)}")
+        if tensor.shape != (found := tensors[name].shape):
+            raise DataError(f"{wrong}: {name} needs shape {tuple(tensor.shape)}, there is {tuple(found)}.")
     for name, tensor in own.items():
-        tensor.data = tensors[name].to(tensor.device)
+        tensor.data = tensors[name].to(tensor.device, copy=True)
 
 
 # --- rebuilding -------------------------------------------------------------------------------------------------------

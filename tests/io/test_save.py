@@ -311,7 +311,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"do not have these in common: 6\.bias"):
         load(tmp_path, dense())
     save_file({**{n: t.contiguous() for n, t in tensors.items()}, "6.bias": torch.zeros(4)}, file)
-    with pytest.raises(DataError, match=r"(?s)not the one that model.json describes: .*6.bias has shape"):
+    with pytest.raises(DataError, match=r"model.json describes: 6\.bias needs shape \(5,\), there is \(4,\)"):
         load(tmp_path, dense())
     file.unlink()
     with pytest.raises(DataError, match="is missing or damaged"):
