@@ -55,8 +55,8 @@ def test_every_method_trains_and_its_ranks_shrink(method: str) -> None:
 def test_more_options_of_a_posterior() -> None:
     plain, chunked = (posterior(chunk=chunk, epochs=1, finetune_epochs=0) for chunk in (3, 2))
     other = posterior(kernel="imq", optimizer="muon", precision="bf16")
-    for name, tensor in plain.posterior.particles.items():
-        torch.testing.assert_close(chunked.posterior.particles[name], tensor, rtol=1e-2, atol=1e-2)
+    outputs = [each.posterior.outputs(HELD_OUT[0]) for each in (plain, chunked)]  # signs of rank indices are free
+    torch.testing.assert_close(*outputs, rtol=1e-2, atol=1e-2)
     cores, rest = other.posterior.method.optimizer.param_groups
     assert (cores["orthogonal"], cores["stacked"], rest["orthogonal"]) == (True, True, False)
     named = {f"model.{name}" for name, _ in build().named_parameters() if ".cores." in name}
