@@ -46,15 +46,6 @@ def test_gradients_are_finite_differences(equation: Equation) -> None:
 
 
 @networks
-def test_the_gradient_of_a_core_is_minus_its_precision_times_the_core(equation: Equation) -> None:
-    cores, us = random_network(equation)
-    inputs = [core.clone().requires_grad_() for core in cores]
-    expected = torch.autograd.grad(log_prob(equation, inputs, us, A, B, other=OTHER), inputs)
-    for core, precision, own in zip(cores, density.precisions(equation, us, OTHER), expected, strict=True):
-        torch.testing.assert_close(-precision * core, own, **CLOSE)
-
-
-@networks
 def test_scaling_all_cores_and_lambdas_keeps_every_entry_relative_to_its_deviation(equation: Equation) -> None:
     cores, us = random_network(equation)
     scaled = density.precisions(equation, [u + math.log(1.7) for u in us])

@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 
 from bayestrain.formats import algebra
 from bayestrain.nn import FactorizedWeight, TensorLinear
-from bayestrain.prior import NormalPrior, RankPrior, density
+from bayestrain.prior import RankPrior, density
 from bayestrain.prior.rank_prior import ALIGN_SWEEPS, RATE
 
 # --- weight by weight -------------------------------------------------------------------------------------------------
@@ -78,33 +78,20 @@ def assert_same(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) ->
         torch.testing.assert_close(value, theirs[name], **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_log_prob_and_its_gradient_are_those_of_the_weights_one_by_one() -> None:
+@pytest.mark.parametrize("weight", [None, torch.tensor(0.25).double()], ids=["own", "tensor"])
+def test_the_loss_and_its_gradients_are_those_of_the_weights_one_by_one(weight: Tensor | None) -> None:
     model, prior = mixed()
-    torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior), **CLOSE)
     chosen = [p for p in model.parameters() if p.requires_grad]
-    fast, slow = (torch.autograd.grad(value, chosen) for value in (prior.log_prob(), slow_log_prob(model, prior)))
-    torch.testing.assert_close(fast, slow, **CLOSE)
+    slow = slow_log_prob(model, prior) * (-(0.7 if weight is None else 0.25) / 50)
+    torch.testing.assert_close(prior.loss(weight), slow, **CLOSE)
+    pair = (torch.autograd.grad(value, chosen) for value in (prior.loss(weight), slow))
+    torch.testing.assert_close(*pair, **CLOSE)
+    with torch.inference_mode():
+        prior.log_prob()
+    prior.loss().backward()  # nothing that the last call made is in the way
 
 
-@pytest.mark.parametrize("weight", [None, 0.25, torch.tensor(0.25).double()], ids=["own", "float", "tensor"])
-@pytest.mark.parametrize("kind", ["rank", "normal"])
-def test_the_loss_is_the_weighted_density_over_n(weight: Tensor | float | None, kind: str) -> None:
-    model, prior = mixed()
-    if kind == "normal":
-        prior = NormalPrior(model, 50, weight=0.7, variance=4.0)
-    loss = prior.loss(weight)
-    expected = prior.log_prob() * (-(0.7 if weight is None else float(weight)) / 50)
-    torch.testing.assert_close(loss, expected, **CLOSE)
-    chosen = [p for p in model.parameters() if p.requires_grad]
-    (3 * loss).backward()
-    for own, gradient in zip(chosen, torch.autograd.grad(3 * expected, chosen), strict=True):
-        torch.testing.assert_close(own.grad, gradient, **CLOSE)
-    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    with torch.no_grad():
-        torch.testing.assert_close(prior.loss(weight), expected.detach(), **CLOSE)
-
-
-def test_gradients_of_shared_cores_and_biases_add_up() -> None:
+def test_shared_cores_have_the_prior_of_each_weight_and_a_shared_bias_one() -> None:
     torch.manual_seed(0)
     first, second = (TensorLinear(8, 8, in_modes=(2,) * 3, out_modes=(2,) * 3, max_rank=3).double() for _ in range(2))
     for k in range(3):
@@ -116,9 +103,12 @@ def test_gradients_of_shared_cores_and_biases_add_up() -> None:
         for u in second.factorized.rank_state.log_lambdas:
             u.add_(1.0)
     prior.loss().backward()
-    expected = torch.autograd.grad(-prior.log_prob() / 50, list(model.parameters()))
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), **CLOSE)
-    assert len(prior._others) == 1
+    own = [layer.factorized for layer in (first, second)]
+    expected = sum(log_prob(w.equation, list(w.cores), w.rank_state.log_lambdas) for w in own)
+    expected = expected + Normal(0.0, 10.0).log_prob(first.bias).sum()
+    torch.testing.assert_close(prior.loss(), -expected / 50)
+    gradients = torch.autograd.grad(-expected / 50, list(model.parameters()))
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients), **CLOSE)
 
 
 @pytest.mark.parametrize("update", ["newton", "gradient"])
@@ -246,23 +236,9 @@ def test_gradients_by_torch_func_are_those_of_autograd() -> None:
     model, prior = mixed()
     holder = Holder(model, prior)
     own = {name: p.detach() for name, p in holder.named_parameters() if p.requires_grad}
-    for what in ("log_prob", "loss"):
-        found = torch.func.grad(lambda tensors, what=what: functional_call(holder, tensors, (what,)))(own)
-        slow = torch.autograd.grad(getattr(prior, what)(), [holder.get_parameter(name) for name in own])
-        torch.testing.assert_close(list(found.values()), list(slow), **CLOSE)
-    with torch.inference_mode():
-        prior.log_prob()
-    prior.loss().backward()
-
-
-def test_one_particle_in_functional_call_keeps_the_closed_form() -> None:
-    model, prior = mixed()
-    holder = Holder(model, prior)
-    own = {name: (p.detach() * 1.1).requires_grad_() for name, p in holder.named_parameters() if p.requires_grad}
-    fast, slow = (
-        torch.autograd.grad(functional_call(holder, own, (w,)), list(own.values())) for w in ("loss", "log_prob")
-    )
-    torch.testing.assert_close(list(fast), [g * (-0.7 / 50) for g in slow], **CLOSE)
+    found = torch.func.grad(lambda tensors: functional_call(holder, tensors, ("loss",)))(own)
+    slow = torch.autograd.grad(prior.loss(), [holder.get_parameter(name) for name in own])
+    torch.testing.assert_close(list(found.values()), list(slow), **CLOSE)
 
 
 # --- precision --------------------------------------------------------------------------------------------------------

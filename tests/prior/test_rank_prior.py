@@ -67,20 +67,6 @@ def test_loss_is_minus_weight_log_p_over_n() -> None:
     torch.testing.assert_close(prior.loss(), -2.0 * expected / 50)
 
 
-def test_cores_without_bonds_are_normal_with_the_other_variance() -> None:
-    torch.manual_seed(0)
-    model = layer("ax, x, b -> ab").double()
-    prior = RankPrior(model, num_data=1, other_variance=7.0)
-    weight = model.factorized
-    without = log_prob(weight.equation, list(weight.cores), weight.rank_state.log_lambdas, other=1.0)
-    parts = [
-        (1 if variance == 7.0 else -1) * Normal(0.0, math.sqrt(variance)).log_prob(weight.cores[2]).sum()
-        for variance in (7.0, 1.0)
-    ]
-    expected = without + sum(parts) + Normal(0.0, math.sqrt(7.0)).log_prob(model.bias).sum()
-    torch.testing.assert_close(prior.log_prob(), expected)
-
-
 def test_frozen_parameters_have_no_prior() -> None:
     model = small_model()
     full = RankPrior(model, num_data=1).log_prob()
