@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from bayestrain.compact.budget import Priced, cheapest_ranks
 from bayestrain.errors import ConfigError
-from bayestrain.formats.algebra import max_ranks
 from bayestrain.formats.equation import Equation
 
 EQUATIONS = {
@@ -23,62 +21,35 @@ EQUATIONS = {
 }
 
 
-def priced(kind: str, values: list[list[float]], rounds: bool = True) -> Priced:
+def priced(kind: str, values: list[list[float]]) -> Priced:
     text, modes = EQUATIONS[kind]
     equation = Equation.parse(text)
     shares = [sorted(values[k % len(values)], reverse=True) for k in range(len(equation.bonds))]
-    return Priced(equation, modes, shares, partial(max_ranks, equation, modes) if rounds else tuple)
+    return Priced(equation, modes, shares)
 
 
 spectra = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=3)
+kinds = st.sampled_from(sorted(EQUATIONS))
 
 
-def searched(weights: list[Priced], parameters: int) -> list[tuple[int, ...]]:
-    """The same by looking through all bonds before every step."""
+@given(kinds, kinds, spectra, spectra, st.floats(0, 1))
+def test_the_cheapest_index_goes_first(
+    first: str, second: str, values: list[list[float]], others: list[list[float]], share: float
+) -> None:
+    weights = [priced(first, values), priced(second, others)]
     ranks = [[len(bond) for bond in weight.shares] for weight in weights]
     bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own))]
 
-    def size(n: int, bond: int | None = None, more: int = 0) -> int:
-        return weights[n].entries([rank + more * (k == bond) for k, rank in enumerate(ranks[n])])
+    def size() -> int:
+        return 7 + sum(weight.entries(own) for weight, own in zip(weights, ranks, strict=True))
 
-    def total() -> int:
-        return sum(map(size, range(len(weights))))
-
-    def takes(n: int, bond: int) -> int:
-        return size(n, bond, 1) - size(n)
-
-    def price(n: int, bond: int, index: int) -> float:
-        return weights[n].shares[bond][index] / math.sqrt(takes(n, bond))
-
-    while total() > parameters:
-        _, n, bond = min((price(*at, ranks[at[0]][at[1]] - 1), *at) for at in bonds if ranks[at[0]][at[1]] > 1)
-        ranks[n][bond] -= 1
-    for n, weight in enumerate(weights):
-        ranks[n][:] = weight.usable(tuple(ranks[n]))
-
-    def grows(n: int, bond: int) -> bool:
-        more = tuple(rank + (k == bond) for k, rank in enumerate(ranks[n]))
-        fits = total() + takes(n, bond) <= parameters
-        return fits and ranks[n][bond] < len(weights[n].shares[bond]) and weights[n].usable(more) == more
-
-    while fitting := [(price(*at, ranks[at[0]][at[1]]), *at) for at in bonds if grows(*at)]:
-        _, n, bond = max(fitting)
-        ranks[n][bond] += 1
-    return [tuple(own) for own in ranks]
-
-
-@given(st.sampled_from(sorted(EQUATIONS)), st.sampled_from(sorted(EQUATIONS)), spectra, spectra, st.floats(0, 1))
-def test_the_cheapest_index_goes_first_and_nothing_more_would_fit(
-    first: str, second: str, values: list[list[float]], others: list[list[float]], share: float
-) -> None:
-    weights = [priced(first, values), priced(second, others, rounds=False)]
-    least = sum(weight.entries([1] * len(weight.shares)) for weight in weights)
-    most = sum(weight.entries([len(bond) for bond in weight.shares]) for weight in weights)
-    wanted = 7 + round(least + share * (most - least))
+    least = 7 + sum(weight.entries([1] * len(weight.shares)) for weight in weights)
+    wanted = round(least + share * (size() - least))
     found = cheapest_ranks(weights, 7, wanted)
-    assert sum(weight.entries(ranks) for weight, ranks in zip(weights, found, strict=True)) + 7 <= wanted
-    assert found[0] == weights[0].usable(found[0])
-    assert found == searched(weights, wanted - 7)
+    while size() > wanted:  # the same by looking through all bonds before every step
+        _, n, bond = min((weights[n].price(ranks[n], bond), n, bond) for n, bond in bonds if ranks[n][bond] > 1)
+        ranks[n][bond] -= 1
+    assert found == [tuple(own) for own in ranks]
 
 
 @pytest.mark.parametrize("kind", EQUATIONS)
@@ -87,17 +58,9 @@ def test_an_index_takes_what_its_cores_shrink_by(kind: str) -> None:
     ranks = [len(bond) for bond in weight.shares]
     for bond in range(len(ranks)):
         fewer = [rank - (k == bond) for k, rank in enumerate(ranks)]
-        assert weight.freed(ranks, bond) == weight.entries(ranks) - weight.entries(fewer)
-
-
-def test_of_what_went_the_dearest_that_fits_returns() -> None:
-    """The third index that goes takes 100 entries, of which 30 are too many: one of the two before it fits, of 20."""
-
-    def matrix(size: int, share: float) -> Priced:
-        return Priced(Equation.parse("ax, xb -> ab"), (size, size), [[1 - share, share]])
-
-    wide, dear, cheap = matrix(50, 0.1), matrix(10, 0.005), matrix(10, 0.001)
-    assert cheapest_ranks([wide, dear, cheap], 0, 170) == [(1,), (2,), (1,)]
+        freed = weight.entries(ranks) - weight.entries(fewer)
+        assert weight.freed(ranks, bond) == freed
+        assert weight.price(ranks, bond) == weight.shares[bond][-1] / math.sqrt(freed)
 
 
 @pytest.mark.parametrize("kind", EQUATIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -21,8 +21,6 @@ class Priced:
     modes: Sequence[int]
     shares: Sequence[Sequence[float]]
     """Per bond, what is lost of the weight's squared norm with each index, as a share of it; the last goes first."""
-    usable: Callable[[Ranks], Ranks] = tuple
-    """Ranks without the indices that neighbouring bonds cannot use, where the cut drops those for free."""
 
     def entries(self, ranks: Sequence[int]) -> int:
         """Entries of all cores with these ranks."""
@@ -33,54 +31,38 @@ class Priced:
         shapes, label = self.equation.shapes(self.modes, ranks), self.equation.bonds[bond]
         return sum(math.prod(shapes[core]) for core in self.equation.owners(label)) // ranks[bond]
 
+    def price(self, ranks: Sequence[int], bond: int) -> float:
+        """What the last index of a bond is of its weight, divided by the root of the entries that it takes.
+
+        Dividing by the entries themselves would nearly minimise the sum of the layers' squared changes. But that hits
+        wide layers hard, and the more a layer has lost the more harm does the next loss.
+        """
+        return self.shares[bond][ranks[bond] - 1] / math.sqrt(self.freed(ranks, bond))
+
 
 def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> list[Ranks]:
     """Ranks with which all cores and the `others`, parameters that are in no core, are at most so many `parameters`.
 
-    One rank index after the other goes, always the one with the lowest price; then the dearest that still fit return.
+    One rank index after the other goes, always the one with the lowest price.
     """
     ranks = [[len(bond) for bond in weight.shares] for weight in weights]
-    bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own))]
-    fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights)
+    size, fewest = (
+        others + sum(weight.entries(own) for weight, own in zip(weights, start, strict=True))
+        for start in (ranks, [[1] * len(own) for own in ranks])
+    )
     if fewest > parameters:
         raise ConfigError(
             f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which {others:,} "
             "are in no core. Allow more, or tensorize more layers."
         )
-
-    def price(n: int, bond: int, index: int) -> float:
-        """What an index is of its weight, divided by the root of the entries that it takes.
-
-        Dividing by the entries themselves would nearly minimise the sum of the layers' squared changes. But that hits
-        wide layers hard, and the more a layer has lost the more harm does the next loss.
-        """
-        return weights[n].shares[bond][index] / math.sqrt(weights[n].freed(ranks[n], bond))
-
-    def room() -> int:
-        return parameters - others - sum(weight.entries(own) for weight, own in zip(weights, ranks, strict=True))
-
-    left = room()
-    last = [(price(n, bond, ranks[n][bond] - 1), n, bond) for n, bond in bonds if ranks[n][bond] > 1]
-    heapify(last)
-    while left < 0:
-        known, n, bond = heappop(last)
-        if price(n, bond, ranks[n][bond] - 1) == known:  # else a neighbouring rank has fallen since: prices only rise
-            left += weights[n].freed(ranks[n], bond)
+    bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own)) if own[bond] > 1]
+    cheapest = [(weights[n].price(ranks[n], bond), n, bond) for n, bond in bonds]
+    heapify(cheapest)
+    while size > parameters:
+        known, n, bond = heappop(cheapest)
+        if weights[n].price(ranks[n], bond) == known:  # else a neighbouring rank has fallen since: prices only rise
+            size -= weights[n].freed(ranks[n], bond)
             ranks[n][bond] -= 1
         if ranks[n][bond] > 1:
-            heappush(last, (price(n, bond, ranks[n][bond] - 1), n, bond))
-    ranks[:] = [list(weight.usable(tuple(own))) for weight, own in zip(weights, ranks, strict=True)]
-    left = room()
-
-    def can_grow(n: int, bond: int) -> bool:
-        own, weight = ranks[n], weights[n]
-        if own[bond] >= len(weight.shares[bond]) or weight.freed(own, bond) > left:
-            return False
-        more = (*own[:bond], own[bond] + 1, *own[bond + 1 :])
-        return weight.usable(more)[bond] == more[bond]
-
-    while fitting := [(price(n, bond, ranks[n][bond]), n, bond) for n, bond in bonds if can_grow(n, bond)]:
-        _, n, bond = max(fitting)
-        left -= weights[n].freed(ranks[n], bond)
-        ranks[n][bond] += 1
+            heappush(cheapest, (weights[n].price(ranks[n], bond), n, bond))
     return [tuple(own) for own in ranks]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +55,13 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None
 
 def priced(weight: Weight, rule: str | None) -> Priced:
     """What the indices of one weight are worth to a budget, in the mean over particles."""
-    modes = weight.layout.sizes
-    if (method := _method(weight, rule)) != "rounding":
+    if (method := _method(weight, rule)) == "rounding":
+        rows = [bond.mean(0) for bond in _singular_shares(weight)]
+        rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]  # rounding keeps no index for noise
+    else:
         start = _start(weight, method)
-        rows = [_dropped(weight, start, bond)[1].mean(0).tolist() for bond in weight.equation.bonds]
-        return Priced(weight.equation, modes, rows)
-    means = [bond.mean(0) for bond in _singular_shares(weight)]
-    rows = [row[: max(int((row > 0).sum()), 1)].tolist() for row in means]  # rounding keeps no index for noise
-    return Priced(weight.equation, modes, rows, partial(weight.format.max_ranks, modes))
+        rows = [_dropped(weight, start, bond)[1].mean(0) for bond in weight.equation.bonds]
+    return Priced(weight.equation, weight.layout.sizes, [row.tolist() for row in rows])
 
 
 def _method(weight: Weight, rule: str | None) -> str:
