@@ -35,7 +35,7 @@ from bayestrain.train.search import check_target
 from bayestrain.train.subject import MakeOptimizer, Network, Particles, make_prior
 
 SMALL = 1_000_000
-"""Parameters of all particles as dense networks without convolutions, up to which one thread is fastest."""
+"""Parameters of a dense network without convolutions up to which one thread is used, for any number of particles."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,9 @@ def _check(config: FitConfig, how: PosteriorConfig, *, search: bool, prior: Any,
 
 @contextmanager
 def _threads(threads: int, models: Sequence[nn.Module]) -> Iterator[None]:
-    """So many threads for a while: small products gain nothing from a second one, and lose where others compute."""
+    """So many threads for a while: small products gain little from a second one, and stall where others compute."""
     convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in models[0].modules())
-    small = len(models) * dense_parameters(models[0]) <= SMALL and not convolves
+    small = dense_parameters(models[0]) <= SMALL and not convolves
     before = torch.get_num_threads()
     torch.set_num_threads(threads or (1 if small else before))
     try:
