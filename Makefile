@@ -1,11 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PEERS := .venv-peers/bin
-PEERS_INSTALLED := .venv-peers/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint docs wheel lock bench bench-peers bench-gpu clean
+.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +33,7 @@ docs: $(INSTALLED) ## build the documentation site into site/
 wheel: $(INSTALLED) ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build --no-isolation
 
-bench: $(INSTALLED) ## speed on a CPU: the old house beside the new, layers, whole networks
+bench: $(INSTALLED) ## speed on a CPU, next to the last commit before the rewrite and to dense layers
 	$(BIN)/python benchmarks/old_and_new.py
 
 bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
@@ -44,7 +42,7 @@ bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
 -include paper/Makefile
 
 clean: ## remove environments, caches and build output; runs/ stays
-	rm -rf .venv .venv-peers build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 lock: $(INSTALLED) ## write requirements.lock again, after a change of constraints.txt

@@ -33,36 +33,19 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-def run(script: Path, folder: Path) -> str:
-    """Run a script in an empty folder, with warnings as errors; returns what it printed."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    outside = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 # --- code -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_readmes_code_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    """All blocks in one script, as a reader would paste them; what they print is what the README promises."""
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
-    assert len(blocks) >= 3
-    (tmp_path / "readme.py").write_text("\n".join(blocks))
-    printed = run(tmp_path / "readme.py", tmp_path)
-    (accuracy,) = re.findall(r"test accuracy (0\.\d+)", printed)
-    assert float(accuracy) > 0.9
-    assert (tmp_path / "small" / "model.safetensors").stat().st_size < 100_000  # the dense network has 2 MB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorials_run(script: Path, tmp_path: Path) -> None:
-    """Their assertions hold, too."""
-    assert run(script, tmp_path)
+    """In an empty folder, with warnings as errors; their assertions hold. test_packaging runs the README's code."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    outside = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout
 
 
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)

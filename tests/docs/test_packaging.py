@@ -46,7 +46,10 @@ def test_every_dependency_is_pinned() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_in_an_empty_environment_runs_the_readmes_code(tmp_path: Path) -> None:
-    """Built, installed without dependencies, and run away from the checkout; dependencies are this environment's."""
+    """Built, installed without dependencies, and run away from the checkout; dependencies are this environment's.
+
+    All blocks of code are one script, as a reader would paste them, and warnings are errors.
+    """
     quiet = {"capture_output": True, "text": True, "check": True}
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, **quiet)
@@ -62,12 +65,15 @@ def test_the_wheel_in_an_empty_environment_runs_the_readmes_code(tmp_path: Path)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], **quiet)
     (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # after ours on the path
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
-    check = f"import bayestrain\nassert bayestrain.__file__.startswith({str(own)!r}), bayestrain.__file__\n"
-    (tmp_path / "readme.py").write_text(check + blocks[0].replace("range(10)", "range(2)") + "\n".join(blocks[1:]))
+    code = "\n".join(BLOCK.findall((ROOT / "README.md").read_text()))
+    (tmp_path / "readme.py").write_text(f"{code}\nassert bt.__file__.startswith({str(own)!r}), bt.__file__\n")
     outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([str(python), "readme.py"], cwd=tmp_path, env=outside, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(python), "-W", "error", "readme.py"], cwd=tmp_path, env=outside, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "test accuracy" in done.stdout
+    (accuracy,) = re.findall(r"test accuracy (0\.\d+)", done.stdout)
+    assert float(accuracy) > 0.9
+    assert (tmp_path / "small" / "model.safetensors").stat().st_size < 100_000  # the dense network has 2 MB
     said = subprocess.run([str(python.with_name("bayestrain")), "--help"], env=outside, **quiet).stdout
     assert "train" in said
