@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 import bayestrain as bt
-from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, ShapeError
+from bayestrain.errors import ConfigError, ConversionError, ShapeError
 
 
 def digits_network() -> nn.Sequential:
@@ -396,64 +396,46 @@ def test_nothing_matched() -> None:
         bt.tensorize_(nn.Sequential(nn.ReLU(), nn.Conv1d(3, 3, 3)))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("key", ["weight", "bias"])
-def test_weights_that_are_not_finite(bad: float, key: str) -> None:
-    model = mlp()
-    with torch.no_grad():
-        getattr(model[2], key).view(-1)[3] = bad
-    with unchanged(model), pytest.raises(ConversionError) as error:
-        bt.tensorize_(model)
-    assert str(error.value) == (
-        f"Cannot convert '2' (Linear): its {key} has NaN or infinite entries. Repair or re-initialise the model first."
-    )
+def with_value(value: float, key: str) -> nn.Module:
+    layer = nn.Linear(20, 6)
+    getattr(layer, key).data.view(-1)[3] = value
+    return layer
 
 
-@pytest.mark.parametrize("lazy", [lambda: nn.LazyLinear(6), lambda: nn.LazyConv2d(6, 3)])
-def test_a_lazy_module(lazy: Any) -> None:
-    model = nn.Sequential(nn.Linear(24, 20), lazy())
-    with unchanged(model), pytest.raises(ConversionError) as error:
-        bt.tensorize_(model)
-    assert str(error.value) == (
-        f"Cannot convert '1' ({type(model[1]).__name__}): it is lazy and has no weights yet. "
-        "Run one batch through the model first."
-    )
-
-
-def test_a_lazy_module_after_its_first_batch() -> None:
-    model = nn.Sequential(nn.LazyLinear(20), nn.ReLU())
-    model(torch.randn(2, 24))
-    bt.tensorize_(model)
-    assert isinstance(model[0], bt.TensorLinear)
-
-
-def test_a_quantised_module() -> None:
-    model = nn.Sequential(nn.Linear(24, 20), nn.Sequential(nn.Linear(20, 6)))
+def quantised() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao.quantization is deprecated, models made with it are still around
-        model[1] = torch.ao.quantization.quantize_dynamic(model[1], {nn.Linear}, dtype=torch.qint8)
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(20, 6)), {nn.Linear}, dtype=torch.qint8)
+    return model[0]
+
+
+NOT_PLAIN = "it is quantised or its weight is not a plain floating point parameter. Leave it dense with filter_fn="
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a NaN": (lambda: with_value(math.nan, "weight"), "its weight has NaN or infinite entries. Repair or"),
+    "infinite": (lambda: with_value(math.inf, "bias"), "its bias has NaN or infinite entries. Repair or"),
+    "lazy": (lambda: nn.LazyConv2d(6, 3), "it is lazy and has no weights yet. Run one batch through the model first."),
+    "quantised": (quantised, NOT_PLAIN),
+    "pruned": (lambda: prune.random_unstructured(nn.Linear(20, 6), "weight", 0.5), NOT_PLAIN),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_layer_that_cannot_be_factorised_is_refused_unless_it_is_left_out(kind: str) -> None:
+    make, why = REFUSED[kind]
+    model = nn.Sequential(nn.Linear(24, 20), make())
     with unchanged(model), pytest.raises(ConversionError) as error:
         bt.tensorize_(model)
-    assert str(error.value) == (
-        "Cannot convert '1.0' (Linear): it is quantised or its weight is not a plain floating point parameter. "
-        "Leave it dense with filter_fn=lambda module, name: name != '1.0'."
-    )
-    bt.tensorize_(model, filter_fn=lambda _, name: name != "1.0")
+    assert str(error.value).startswith(f"Cannot convert '1' ({type(model[1]).__name__}): {why}")
+    bt.tensorize_(model, filter_fn=lambda _, name: name != "1")
     assert list(bt.ranks(model)) == ["0"]
-    assert model(torch.randn(2, 24)).shape == (2, 6)
 
 
-def test_a_pruned_module() -> None:
-    model = mlp()
-    prune.random_unstructured(model[2], "weight", 0.5)  # the weight is now computed from another parameter and a mask
-    with (
-        unchanged(model),
-        pytest.raises(ConversionError, match=r"'2' \(Linear\): it is quantised or its weight is not a"),
-    ):
-        bt.tensorize_(model)
-    prune.remove(model[2], "weight")
+def test_what_was_lazy_or_pruned_is_converted() -> None:
+    model = nn.Sequential(nn.LazyLinear(20), prune.random_unstructured(nn.Linear(20, 6), "weight", 0.5))
+    model(torch.randn(2, 24))
+    prune.remove(model[1], "weight")
     bt.tensorize_(model)
-    assert list(bt.ranks(model)) == ["0", "2"]
+    assert list(bt.ranks(model)) == ["0", "1"]
 
 
 def test_a_parametrised_module_is_a_subclass() -> None:
@@ -465,9 +447,8 @@ def test_a_parametrised_module_is_a_subclass() -> None:
 
 def test_grouped_convolutions() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=2))
-    with unchanged(model), pytest.raises(ConversionError) as error:
+    with unchanged(model), pytest.raises(ConversionError, match=r"^groups must be 1, got groups=2\.") as error:
         bt.tensorize_(model)
-    assert str(error.value).startswith("groups must be 1, got groups=2.")
     assert error.value.__notes__ == ["This happened at layer '1' of the model; nothing was converted."]
 
 
@@ -475,12 +456,8 @@ def test_tied_weights() -> None:
     embedding, decoder = nn.Embedding(20, 24), nn.Linear(24, 20, bias=False)
     decoder.weight = embedding.weight
     model = nn.Sequential(embedding, nn.Linear(24, 24), decoder)
-    with unchanged(model), pytest.raises(ConversionError) as error:
+    with unchanged(model), pytest.raises(ConversionError, match=r"^Cannot convert '2' .* weight is shared with \['0'"):
         bt.tensorize_(model)
-    assert str(error.value) == (
-        "Cannot convert '2' (Linear): its weight is shared with ['0']. "
-        "Leave it dense with filter_fn=lambda module, name: name != '2'."
-    )
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     second.bias = first.bias
     with pytest.raises(ConversionError, match=r"Cannot convert '0' \(Linear\): its bias is shared with \['1'\]\."):
@@ -506,7 +483,3 @@ def test_a_filter_that_fails_leaves_the_model_alone() -> None:
 
     with unchanged(model), pytest.raises(KeyError):
         bt.tensorize_(model, filter_fn=fail)
-
-
-def test_all_errors_are_ours() -> None:
-    assert all(issubclass(kind, BayesTrainError) for kind in (ConfigError, ShapeError, ConversionError))

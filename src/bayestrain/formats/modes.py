@@ -5,7 +5,7 @@ than the size, and the layers hide the padding.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from bayestrain.errors import ConfigError, ShapeError
@@ -36,8 +36,14 @@ def choose_count(*sizes: int) -> int:
     return max(2, min(MAX_CORES, round(math.log(max(min(sizes), 1)) / math.log(TYPICAL_MODE))))
 
 
-def check_modes(size: int, modes: tuple[int, ...], what: str) -> tuple[int, ...]:
-    """Return `modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste."""
+def check_modes(size: int, modes: Sequence[int] | None, count: int, what: str) -> tuple[int, ...]:
+    """`modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste.
+
+    Modes left out are chosen, `count` of them.
+    """
+    if modes is None:
+        return factor(size, count)
+    modes = tuple(modes)
     advice = f"Try {what}={factor(size, max(len(modes), 1))}."
     if not modes or not all(hasattr(mode, "__index__") and mode >= 1 for mode in modes):
         raise ShapeError(f"{what} must be positive integers, got {modes}. {advice}")

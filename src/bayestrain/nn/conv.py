@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayestrain.formats import Format
-from bayestrain.formats.modes import check_modes, factor
+from bayestrain.formats.modes import check_modes
 from bayestrain.nn.factorized import Cut, FactorizedWeight
 from bayestrain.nn.layer import Modes, TensorLayer
 from bayestrain.nn.layout import Layout
@@ -51,8 +51,8 @@ class TensorConv2d(TensorLayer):
         channels is a matrix rank, and a batch goes through two thin convolutions.
         """
         outputs, inputs, *kernel = shape
-        outs = _channels(outputs, out_modes, "out_modes", format)
-        ins = _channels(inputs, in_modes, "in_modes", format)
+        outs = check_modes(outputs, out_modes, 2 if format.splits and outputs >= TWO_MODES_FROM else 1, "out_modes")
+        ins = check_modes(inputs, in_modes, 2 if format.splits and inputs >= TWO_MODES_FROM else 1, "in_modes")
         d, e, taps = len(outs), len(ins), math.prod(kernel)
         modes = ((d + e,), *((d + k,) for k in range(e)), *((k,) for k in range(d)))
         return Layout(tuple(shape), (outputs, inputs, taps), (outs, ins, (taps,)), modes, layout)
@@ -98,9 +98,3 @@ def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     if x.dtype == kernel.dtype or not autocasts(x):
         return kernel, bias
     return kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
-
-
-def _channels(size: int, modes: Sequence[int] | None, what: str, format: Format) -> tuple[int, ...]:
-    if modes is not None:
-        return check_modes(size, tuple(modes), what)
-    return factor(size, 2) if format.splits and size >= TWO_MODES_FROM else (size,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import Any, NamedTuple, Self
 
@@ -236,9 +237,8 @@ class FactorizedWeight(nn.Module):
             raise ShapeError(f"Cores must have modes of sizes {self.layout.sizes}, got {modes}.")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        incoming = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
-        found = [core for core in incoming if core is not None]
-        if len(found) == len(incoming) and self._fits(found):
+        found: list[Any] = [state_dict.get(f"{prefix}cores.{k}") for k in range(len(self.cores))]
+        with suppress(AttributeError, ShapeError):  # what is missing or does not fit is reported by PyTorch
             self.set_cores([own.new_empty(new.shape) for own, new in zip(self.cores, found, strict=True)])
             if self.rank_state is not None or f"{prefix}rank_state.held_norm" in state_dict:
                 before, self.rank_state = self.rank_state, None
@@ -246,13 +246,6 @@ class FactorizedWeight(nn.Module):
                 if before is not None:
                     state.a, state.b, state.floor = before.a, before.b, before.floor
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _fits(self, cores: Sequence[Tensor]) -> bool:
-        try:
-            self._check(cores)
-        except ShapeError:
-            return False
-        return True
 
     def extra_repr(self) -> str:
         return f"{self.format.name}, {self.equation}, ranks={self.ranks}"

@@ -190,12 +190,9 @@ class TensorLayer(nn.Module, ABC):
         return super().train(mode)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"
-
-    def extra_repr(self) -> str:
         weight, left, whole = self.factorized, self.parameters_left, self.dense_parameters
         known: dict[str, object] = {name: getattr(self, name) for name in self.settings}
         known |= {"bias": self.bias is not None, "format": weight.format.name, "layout": weight.layout.name}
         known |= {"in_modes": self.in_modes, "out_modes": self.out_modes, "ranks": self.ranks}
         text = ", ".join(f"{name}={value!r}" for name, value in known.items())
-        return f"{text}, parameters={left:,} of {whole:,} ({whole / left:.3g}x)"
+        return f"{type(self).__name__}({text}, parameters={left:,} of {whole:,} ({whole / left:.3g}x))"

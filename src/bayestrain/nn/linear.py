@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bayestrain.errors import ShapeError
 from bayestrain.formats import Format
-from bayestrain.formats.modes import check_modes, choose_count, factor
+from bayestrain.formats.modes import check_modes, choose_count
 from bayestrain.nn.layer import Modes, TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.precision import own_precision, product_dtype, traced
@@ -36,8 +36,8 @@ class TensorLinear(TensorLayer):
             layout, in_modes, out_modes = "split", (inputs,), (outputs,)
         given = out_modes if in_modes is None else in_modes
         count = choose_count(inputs, outputs) if given is None else len(given)
-        ins = check_modes(inputs, factor(inputs, count) if in_modes is None else tuple(in_modes), "in_modes")
-        outs = check_modes(outputs, factor(outputs, count) if out_modes is None else tuple(out_modes), "out_modes")
+        ins = check_modes(inputs, in_modes, count, "in_modes")
+        outs = check_modes(outputs, out_modes, count, "out_modes")
         d, e = len(outs), len(ins)
         if layout == "paired" and not d == e > 1:
             raise ShapeError(
