@@ -6,21 +6,26 @@ import signal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+
+try:  # a GPU machine may have nothing but torch and pytest
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    settings = None  # type: ignore[assignment, misc]
 
 torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile(
-    "bayestrain",
-    deadline=None,  # the first call of an operation may be slow
-    derandomize=True,
-    max_examples=50,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("bayestrain")
+if settings is not None:
+    settings.register_profile(
+        "bayestrain",
+        deadline=None,  # the first call of an operation may be slow
+        derandomize=True,
+        max_examples=50,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("bayestrain")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,211 @@
+"""Every way to multiply by a train computes the same; what inference keeps follows the cores; weights made together."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bayestrain as bt
+from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
+from bayestrain.nn.fast import fast
+from bayestrain.perf import layers, trains
+from bayestrain.perf.planner import CPU_THREAD, CUDA, HalvesShape, PairedShape, Plan, Task, cheapest, dense_cost
+from bayestrain.perf.stacks import Stacks
+from bayestrain.perf.together import Together
+
+pytestmark = pytest.mark.skipif(fast() is None, reason="perf is switched off")
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+LAYERS = {
+    "paired": lambda: TensorLinear(24, 30, in_modes=(2, 3, 4), out_modes=(5, 2, 3), max_rank=(4, 5)),
+    "padded": lambda: TensorLinear(23, 29, in_modes=(2, 3, 4), out_modes=(5, 2, 3), max_rank=3),
+    "no bias": lambda: TensorLinear(24, 30, False, in_modes=(2, 3, 4), out_modes=(5, 2, 3), max_rank=3),
+    "split": lambda: TensorLinear(24, 30, layout="split", max_rank=4),
+    "conv": lambda: TensorConv2d(16, 24, 3, stride=2, padding=1, max_rank=5),
+}
+
+
+def layer(kind: str) -> TensorLayer:
+    torch.manual_seed(0)
+    return LAYERS[kind]().double()
+
+
+def inputs(own: TensorLayer, rows: int = 5) -> Tensor:
+    size = (rows, 16, 7, 7) if isinstance(own, TensorConv2d) else (rows, own.factorized.shape[1])
+    return torch.randn(size, dtype=torch.float64, requires_grad=True)
+
+
+def everything(own: TensorLayer, x: Tensor, y: Tensor) -> list[Tensor]:
+    """The output with the gradients of all that goes into it."""
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *own.parameters()])]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_fast_pass_is_the_readable_one(kind: str, training: bool) -> None:
+    own = layer(kind).train(training)
+    x, dense = inputs(own), own.to_dense()
+    y = layers.multiply(own, x)
+    assert y is not None
+    torch.testing.assert_close(y, dense(x), **CLOSE)
+    torch.testing.assert_close(everything(own, x, y), everything(own, x, own.multiply(x)), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["paired", "padded"])
+def test_every_chain_computes_the_same(kind: str) -> None:
+    own = layer(kind)
+    use, cores = layers.used(own)
+    assert isinstance(use, trains.Paired)
+    x = inputs(own, 7)
+    expected = torch.autograd.grad(F.linear(x, own.weight).square().sum(), [x, *cores])
+    found = {cost.plan for cost in use.shape(cores).costs(Task(7), CPU_THREAD)} - {Plan("whole weight")}
+    assert len(found) == 6  # two bonds and both, from two ends
+    for plan in found:
+        for batch_first in (True, False):
+            padded = F.pad(x, (0, 24 - x.shape[1]))
+            y = trains.multiply(padded, use.factors(cores, plan, x.dtype), batch_first)[:, : own.out_features]
+            torch.testing.assert_close(y, F.linear(x, own.weight), **CLOSE)
+            torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, *cores]), expected, **CLOSE)
+
+
+def test_many_rows_go_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trains, "MANY_ROWS", 8)
+    monkeypatch.setattr(trains, "ROWS_AT_ONCE", 3)
+    own = layer("paired")
+    use, cores = layers.used(own)
+    x = inputs(own, 20)
+    y = trains.multiply(x, use.factors(cores, Plan("two factors", "right", (1,)), x.dtype), False)
+    torch.testing.assert_close(y, F.linear(x, own.weight), **CLOSE)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("rank", [2, 40])
+def test_both_forms_of_a_convolution_keep_the_memory_format(channels_last: bool, rank: int) -> None:
+    torch.manual_seed(0)
+    own = TensorConv2d(32, 32, 3, padding=1, max_rank=rank).double()
+    x = torch.randn(2, 32, 6, 6, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    y = own(x)
+    torch.testing.assert_close(y, own.to_dense()(x), **CLOSE)
+    assert y.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+# --- what inference keeps ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["paired", "conv"])
+def test_what_inference_keeps_follows_every_change_of_the_cores(kind: str) -> None:
+    own = layer(kind).eval()
+    x = inputs(own).detach()
+
+    def same() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(own(x), own.to_dense()(x), **CLOSE)
+
+    same()
+    with torch.no_grad():
+        own.cores[0].mul_(2.0)
+    same()
+    own.factorized.set_cores([core * 1.5 for core in own.cores])
+    same()
+    optimizer = torch.optim.SGD(own.parameters(), 0.1)
+    own(x).square().sum().backward()
+    optimizer.step()
+    same()
+    own.cores[1].data[0] += 1.0  # no counter shows this
+    own.eval()
+    same()
+    bt.compact_(own, 0.5)
+    same()
+    own.double().float()
+    x = x.float()
+    with torch.no_grad():
+        torch.testing.assert_close(own(x), own.to_dense()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_inference_tensors_and_parametrised_cores_take_the_readable_way() -> None:
+    with torch.inference_mode():
+        made = layer("paired").eval()
+        x = torch.randn(3, 24, dtype=torch.float64)
+        torch.testing.assert_close(made(x), made.to_dense()(x), **CLOSE)
+    own = layer("paired")
+    nn.utils.parametrize.register_parametrization(own.cores, "0", nn.Identity())
+    assert layers.multiply(own, inputs(own)) is None
+
+
+def test_other_formats_and_empty_batches_take_the_readable_way() -> None:
+    assert layers.multiply(layer("paired"), torch.zeros(0, 24, dtype=torch.float64)) is None
+    for format in bt.formats.FORMATS:
+        own = TensorLinear(8, 8, format=format, max_rank=2)
+        assert (layers.multiply(own, torch.randn(2, 8)) is None) == (format.name != "tt")
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_small_ranks_go_through_a_chain_and_large_ones_form_the_weight() -> None:
+    outs, ins = (5, 5, 5, 5), (7, 4, 7, 4)
+    for machine in (CPU_THREAD, CUDA):
+        assert cheapest(PairedShape(outs, ins, (1, 20, 400, 20, 1)), Task(128), machine).plan.kind == "whole weight"
+    small = PairedShape(outs, ins, (1, 4, 2, 3, 1))
+    assert cheapest(small, Task(128), CPU_THREAD).plan.kind == "two factors"
+    assert cheapest(small, Task(1, merged=True, training=False), CPU_THREAD).plan.kind == "two factors"
+
+
+def test_a_convolution_has_two_forms_by_its_middle_rank() -> None:
+    def kind(rank: int) -> str:
+        shape = HalvesShape((9, 8, 16, 8, 16), (1, 9, 72, rank, 16, 1), 3, False)
+        return cheapest(shape, Task(8 * 32 * 32), CPU_THREAD).plan.kind
+
+    assert [kind(8), kind(120)] == ["two factors", "whole weight"]
+
+
+def test_a_cheaper_way_costs_less_than_the_dense_layer() -> None:
+    shape = PairedShape((5, 5, 5, 5), (7, 4, 7, 4), (1, 4, 2, 3, 1))
+    dense = dense_cost(625, 784, Task(128), CPU_THREAD)
+    found = cheapest(shape, Task(128), CPU_THREAD)
+    assert found.seconds < dense.seconds
+    assert found.operations < dense.operations
+    kind, work, ours, theirs = layers.expect(TensorLinear(784, 625, max_rank=2), torch.zeros(128, 784), True)
+    assert (kind, work < 1, ours < theirs) == ("two factors", True, True)
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_stacks_pad_with_zeros_and_pass_gradients_on() -> None:
+    groups = [[torch.randn(2, 3), torch.randn(4, 1)], [torch.randn(5)]]
+    tensors = [tensor.requires_grad_() for group in groups for tensor in group]
+    first, second = Stacks([[t.shape for t in group] for group in groups], torch.device("cpu"))(tensors)
+    assert (first.shape, second.shape) == ((2, 4, 3), (1, 5))
+    assert torch.equal(first[0, :2], tensors[0])
+    assert not first[0, 2:].any()
+    assert torch.equal(first[1, :, :1], tensors[1])
+    (first.sum() + 2 * second.sum()).backward()
+    assert [float(t.grad.sum()) for t in tensors] == [6.0, 4.0, 10.0]
+
+
+def test_weights_made_together_are_those_made_one_by_one() -> None:
+    torch.manual_seed(0)
+    kinds = [TensorLinear(16, 16, in_modes=(4, 4), out_modes=(4, 4), max_rank=r) for r in (16, 12, 16)]
+    model = nn.Sequential(*kinds, TensorLinear(16, 8, max_rank=8), kinds[0]).double()
+    model.insert(4, nn.Linear(8, 16).double())
+    twin, together = copy.deepcopy(model), Together()
+    x = torch.randn(300, 16, dtype=torch.float64)
+    expected = twin(x).square().sum()
+    expected.backward()
+    for number in range(3):
+        model.zero_grad()
+        with together():
+            y = model(x).square().sum()
+            assert bool(together._stacks) == (number > 0)
+        y.backward()
+        torch.testing.assert_close(y, expected, **CLOSE)
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, **CLOSE, msg=name)
+    torch.testing.assert_close(model(x).square().sum(), expected, **CLOSE)
