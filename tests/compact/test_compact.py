@@ -225,7 +225,7 @@ def test_a_weight_of_zeros_keeps_rank_one() -> None:
         ({"rule": "magic"}, "rule must be None or one of"),
         ({"tol": 1.0}, r"tol must lie in \[0, 1\), got 1.0"),
         ({"tol": -0.1}, "got -0.1"),
-        ({"tol": 900}, "If 900 is how many parameters there may be, pass parameters=900"),
+        ({"tol": 900}, "For a number of parameters, pass parameters="),
         ({"rule": "lambda"}, "rule='lambda' needs lambda"),
         ({"tol": 0.1, "parameters": 900}, "parameters= replaces tol"),
         ({"rule": "lambda", "parameters": 900}, "parameters= replaces tol"),

@@ -51,8 +51,8 @@ def compact_(
             "lambda": the paper's rule, lambda above a threshold. Not the default, because lambda's scale is a gauge:
             multiplying a core by c and its neighbour by 1/c leaves the network as it is and moves every lambda, so an
             absolute threshold may cut a bond that matters (it keeps at least rank 1), and it promises no error.
-        optimizer: the optimiser that holds the cores, if it is to continue. Without it, its state keeps the old shapes,
-            and its next step raises an error.
+        optimizer: the optimiser that holds the cores, if it is to continue. An optimiser that was not given keeps state
+            of the old shapes, and its next step raises an error.
     """
     if optimizer is None and not isinstance(model, nn.Module) and hasattr(model, "compact_"):
         posterior: Any = model  # calls this function with its optimiser
@@ -66,8 +66,6 @@ def compact_(
     else:
         ranks = _budgeted(weights, size, rule, parameters)
         cuts = [None if own == w.ranks else cut(w, rule, tol, own) for w, own in zip(weights, ranks, strict=True)]
-    if optimizer is not None:
-        _check_optimizer(optimizer, [weight for weight, own in zip(weights, cuts, strict=True) if own is not None])
     rows = []
     for weight, own in zip(weights, cuts, strict=True):
         rows.append(_row(weight, own, optimizer))
@@ -75,16 +73,6 @@ def compact_(
             weight.module.compacted = (rule, tol, weight.fingerprint(rule))
     notes = notes_on(weights, cuts, rows, tol, parameters is not None)
     return CompactReport(rule or "default", tol, tuple(rows), size, count_parameters(template), notes)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[Weight]) -> None:
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for weight in weights:
-        for k, leaf in enumerate(weight.leaves):
-            if leaf is not None and leaf.requires_grad and id(leaf) not in known:
-                raise ConfigError(
-                    f"The optimiser does not hold core {k} of layer {weight.name!r}. Pass the one that trains it."
-                )
 
 
 def _row(weight: Weight, cut: Cut | None, optimizer: torch.optim.Optimizer | None) -> CompactedLayer:
@@ -118,6 +106,5 @@ def _checked_tol(tol: float | None, rule: str | None, parameters: int | None) ->
         return 0.0
     tol = DEFAULT_TOL if tol is None else tol
     if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
-        hint = f" If {tol} is how many parameters there may be, pass parameters={tol}." if tol >= 1 else ""
-        raise ConfigError(f"tol must lie in [0, 1), got {tol}.{hint}")
+        raise ConfigError(f"tol must lie in [0, 1), got {tol}. For a number of parameters, pass parameters=.")
     return tol

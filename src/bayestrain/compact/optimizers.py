@@ -13,8 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bayestrain.errors import ConfigError
 
-_left_behind: Any = WeakTensorKeyDictionary()
-"""Parameters that were cut without their optimiser, with the shapes they had."""
+_earlier_shapes: Any = WeakTensorKeyDictionary()
+"""Parameters that were cut, with the shapes they had."""
 
 
 def carry_state_(
@@ -25,19 +25,18 @@ def carry_state_(
 ) -> None:
     """Slice the state of a parameter, which had the shape `before`, with `take`; without it the state restarts.
 
-    State that has another shape than the parameter restarts, too. Without an optimiser, the next step of any that has
-    state of the old shape fails. PyTorch does not check this everywhere: fused optimisers would read beyond the end of
-    the new parameter.
+    State that has another shape than the parameter restarts, too. An optimiser that was not given and has state of the
+    old shape refuses its next step. PyTorch does not check this everywhere: fused optimisers would read beyond the end
+    of the new parameter.
     """
-    if optimizer is None:
-        _watch_optimizers()
-        _left_behind.setdefault(parameter, []).append(before)
+    _watch_optimizers()
+    _earlier_shapes.setdefault(parameter, []).append(before)
+    if optimizer is None or not (known := optimizer.state.pop(parameter, {})):
         return
-    known = optimizer.state.pop(parameter, {})
     moments = {key: value for key, value in known.items() if isinstance(value, Tensor) and value.ndim}
-    if take is not None and known and all(value.shape == before for value in moments.values()):
+    if take is not None and all(value.shape == before for value in moments.values()):
         optimizer.state[parameter] = known | {key: take(value) for key, value in moments.items()}
-    elif isinstance(optimizer, torch.optim.SGD) and "momentum_buffer" in moments:
+    elif isinstance(optimizer, torch.optim.SGD) and moments:
         # Fused SGD needs a buffer of all parameters or of none; one of zeros does what none does, without dampening.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -48,11 +47,14 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_old_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for parameter, shapes in list(_left_behind.items()):
-        for value in optimizer.state.get(parameter, {}).values():
+    for parameter, shapes in list(_earlier_shapes.items()):
+        state = optimizer.state.get(parameter, {})
+        for value in state.values():
             if isinstance(value, Tensor) and value.shape != parameter.shape and value.shape in shapes:
                 raise ConfigError(
                     f"{type(optimizer).__name__} has state of shape {tuple(value.shape)} for a core that compact_ has "
                     f"cut to {tuple(parameter.shape)}. Call compact_(model, optimizer=optimizer), so that the state "
                     "follows, or make a new optimiser."
                 )
+        if state:  # it has followed: no need to check this in every step
+            del _earlier_shapes[parameter]

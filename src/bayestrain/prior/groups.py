@@ -6,7 +6,7 @@ weights in a few large operations; it computes the same, and tests compare the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class Group:
     @torch.no_grad()
     def move_(self, move: Move, a: float, floor: float, sweeps: int = 1) -> None:
         """Move every lambda by rounds of one step on each bond's conditional (`density.sweep`)."""
-        for name in self.weights:
-            self._move_(name, move, a, floor, sweeps)
+        self._move_(self.weights, move, a, floor, sweeps)
 
     @torch.no_grad()
     def align_(self, move: Move, a: float, floor: float, sweeps: int) -> None:
@@ -71,7 +70,7 @@ class Group:
             finite = torch.stack([core.isfinite().all() for core in turned]).all()
             for core, new in zip(cores, turned, strict=True):
                 core.copy_(torch.where(finite, new, core))
-            self._move_(name, move, a, floor, sweeps)
+        self._move_(self.trained, move, a, floor, sweeps)
 
     @torch.no_grad()
     def norms(self) -> dict[str, Tensor]:
@@ -105,11 +104,12 @@ class Group:
         shapes = tuple(core.shape for core in weight.cores)
         return density.linear_terms(weight.equation, shapes, self._state(name).start, a)
 
-    def _move_(self, name: str, move: Move, a: float, floor: float, sweeps: int) -> None:
-        weight, us = self.weights[name], self._state(name).log_lambdas
-        moved = density.sweep(weight.equation, list(weight.cores), us, self._linear(name, a), move, floor, sweeps)
-        for u, new in zip(us, moved, strict=True):
-            u.copy_(new)
+    def _move_(self, names: Iterable[str], move: Move, a: float, floor: float, sweeps: int) -> None:
+        for name in names:
+            weight, us, linear = self.weights[name], self._state(name).log_lambdas, self._linear(name, a)
+            moved = density.sweep(weight.equation, list(weight.cores), us, linear, move, floor, sweeps)
+            for u, new in zip(us, moved, strict=True):
+                u.copy_(new)
 
 
 def shares(factor: Tensor, cores: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
