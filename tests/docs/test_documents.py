@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
 
 import pytest
 
 import bayestrain as bt
+from bayestrain.train import config
+from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("paper/**/*.md"),
                 *ROOT.glob("results/**/*.md")])  # fmt: skip
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def tool(name: str) -> ModuleType:
-    """A script of `tools/` as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
@@ -50,7 +40,7 @@ def test_tutorials_run(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorials_become_pages_of_text_and_code(script: Path) -> None:
-    page = tool("mkdocs_hooks").page(script.read_text())
+    page = mkdocs_hooks.page(script.read_text())
     assert page.startswith("# ")
     code = BLOCK.findall(page)
     assert len(code) >= 3
@@ -116,26 +106,22 @@ def test_the_site_lists_every_page_of_docs() -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in (ROOT / "docs").rglob("*.*")
              if path.suffix in (".md", ".py")}  # fmt: skip
     assert pages <= listed
-    assert listed - pages <= {*tool("mkdocs_hooks").OUTSIDE, "settings.md"}
+    assert listed - pages <= {*mkdocs_hooks.OUTSIDE, "settings.md"}
 
 
 # --- generated files --------------------------------------------------------------------------------------------------
 
 
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
-    rooms = tool("draw_rooms")
-    assert rooms.PICTURE.read_text() == rooms.drawing(), "docs/rooms.svg is stale: run `python tools/draw_rooms.py`"
+    assert draw_rooms.PICTURE.read_text() == draw_rooms.drawing(), "run `python tools/draw_rooms.py`"
 
 
-@pytest.mark.parametrize("name", ["lock", "make_mnist_mini"])
-def test_the_other_tools_find_what_they_import(name: str) -> None:
-    assert callable(tool(name).main)
+def test_mnist_mini_takes_the_first_digits_of_each_class() -> None:
+    assert make_mnist_mini.first_of_each_class(bytes([0, 1, 0, 0, 1, 1]), 2) == [0, 1, 2, 4]
 
 
 def test_the_page_of_settings_has_every_setting() -> None:
-    from bayestrain.train import config
-
-    page = tool("mkdocs_hooks").settings()
+    page = mkdocs_hooks.settings()
     names = [each.name for section in config.SECTIONS.values() for each in dataclasses.fields(section)]
     assert len(names) > 40
     assert all(f"| `{name}` |" in page for name in names)

@@ -8,6 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import minimize_scalar
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "paper" / "results"
 SEED = RESULTS / "mnist" / "default" / "seed-0"
@@ -89,3 +92,14 @@ def rows(text: str, experiment: str = "mnist") -> list[dict[str, str]]:
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     found = [dict(zip(table[0], row, strict=True)) for row in table[2:]]
     return [{**row, "run": row["run"].split("]")[0].strip("[*")} for row in found]
+
+
+def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """The temperature that suits these images best, in units of the one they have."""
+    logs = np.log(np.maximum(probabilities.astype(np.float64), 1e-45))
+
+    def loss(beta: float) -> float:
+        right = beta * logs[np.arange(len(labels)), labels] - np.log(np.exp(beta * logs).sum(1))
+        return -float(right.mean())
+
+    return 1 / minimize_scalar(loss, bounds=(0.2, 5), method="bounded", options={"xatol": 1e-4}).x

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from scipy.optimize import minimize_scalar
-from table_kit import RESULTS, ROOT
+from table_kit import RESULTS, ROOT, best_temperature
 
 import bayestrain as bt
 from bayestrain.app.data import Images
@@ -270,12 +269,7 @@ def test_seeds_are_trained_recorded_and_tabled(train: Any, tmp_path: Path, monke
     # A temperature that suits the test images and not those held out is refused.
     run = tmp_path / "runs" / "mnist-two-seed0"
     stored = load_file(run / "predictions.safetensors")
-    logs = stored["probabilities"].double().clamp_min(1e-38).log()
-
-    def loss(beta: float) -> float:
-        return float(torch.nn.functional.nll_loss((beta * logs).log_softmax(1), stored["labels"]))
-
-    best = 1 / minimize_scalar(loss, bounds=(0.2, 5), method="bounded").x
+    best = best_temperature(stored["probabilities"].numpy(), stored["labels"].numpy())
     file = results / "mnist" / "two" / "seed-0" / "result.json"
     result = json.loads(file.read_text())
     assert abs(best / result["calibrated"]["temperature"] - 1) > 0.01
