@@ -169,7 +169,7 @@ def test_an_accuracy_out_of_reach_cuts_nothing_but_what_is_empty_and_says_so() -
     before = count_parameters(model)
     options = {**FLOOR, "validation": (HELD_OUT[0], noise), "epochs": 8, "compact_tol": 0.0, "round_tol": 0.0}
     train(model, **options, target_accuracy=0.9, callbacks=[heard])
-    assert any("no network had fit.target_accuracy 90 %" in text for text in heard.messages)
+    assert any("no network had validation accuracy 90 %" in text for text in heard.messages)
     assert count_parameters(model) == before
 
 

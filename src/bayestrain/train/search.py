@@ -42,7 +42,7 @@ class Search:
         self.ended: int | None = None
         self.spectra: dict[str, Any] = {}
         self.best: dict[str, Any] | None = None
-        """With a target accuracy: the smallest network so far that reached it."""
+        """With a target accuracy: the state of the smallest network so far that reached it."""
         self.missed = 0
         """Cuts in a row that were skipped because the accuracy was too low."""
 
@@ -53,50 +53,43 @@ class Search:
 
     def cut(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
         """Before an epoch: cut the ranks if it is time, and end the search when it is over."""
-        config, every = self.config, self.config.compact_every
-        if epoch == config.epochs:
-            self._end(epoch, metrics)
-        elif every and epoch and epoch >= config.first_cut and not epoch % every:
-            if config.target_accuracy:
-                self._cut_while_accurate(epoch, metrics)
-            else:
-                self._cut_towards_target(epoch, metrics)
-
-    def _cut_towards_target(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
-        target = self.target
-        before = None if target is None else copy.deepcopy(self.subject.state())
-        report = self.subject.compact_(self.config.compact_tol, rule="contribution")
-        if before is not None and target is not None:
-            if self.parameters < target:  # empty ranks stay where the target has room for them
-                self.subject.restore(before)
-                self._end(epoch, metrics)
-                return
-            wanted = wanted_parameters(self.config, epoch, self.start, target)
-            report = report.then(self.subject.compact_(rule=self.rule, parameters=wanted))
-        self.tell("cut", report)
-        if target is not None and self.parameters <= target:
-            self._end(epoch, metrics)
-
-    def _cut_while_accurate(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
-        """Cut while the validation accuracy holds; if it does not recover, the search is over."""
-        size, fewest = self.parameters, fewest_parameters(self.subject.template)
-        if not self._accurate(metrics):
-            self.missed += 1
-        elif size > fewest:
-            self.best, self.missed = {"parameters": size, "subject": copy.deepcopy(self.subject.state())}, 0
-            report = self.subject.compact_(self.config.compact_tol, rule="contribution")
-            goal = max(int(SHRINK * size), fewest)
-            self.tell("cut", report.then(self.subject.compact_(rule=self.rule, parameters=goal)))
+        config, target, size = self.config, self.target, self.parameters
+        every, last = config.compact_every, epoch == config.epochs
+        if not last and not (every and epoch and epoch >= config.first_cut and not epoch % every):
             return
-        if size == fewest or (self.best is not None and self.missed >= PATIENCE):
-            self._end(epoch, metrics)
+        floor, fewest = config.target_accuracy, fewest_parameters(self.subject.template)
+        accurate = metrics is not None and metrics.get("accuracy", 0.0) >= floor if floor else True
+        before = copy.deepcopy(self.subject.state()) if config.targets and accurate else None
+        self.missed = 0 if accurate else self.missed + 1
+        if floor and accurate:
+            self.best = before
+        if last or (floor and accurate and size == fewest) or (self.best is not None and self.missed >= PATIENCE):
+            self._end(epoch)
+        elif accurate:
+            report = self.subject.compact_(config.compact_tol, rule="contribution")
+            if target is not None and before is not None and self.parameters < target:
+                self.subject.restore(before)  # empty ranks stay where the target has room for them
+                self._end(epoch)
+                return
+            if config.targets:
+                goal = max(int(SHRINK * size), fewest)
+                goal = goal if target is None else wanted_parameters(config, epoch, self.start, target)
+                report = report.then(self.subject.compact_(rule=self.rule, parameters=goal))
+            self.tell("cut", report)
+            if target is not None and self.parameters <= target:
+                self._end(epoch)
 
-    def _end(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
+    def _end(self, epoch: int) -> None:
         """The final cut: the smallest ranks for the tolerance; with a target, those that lose least for it."""
         config, target, messages, first = self.config, self.target, [], None
-        tol = EMPTY if config.targets else config.round_tol
         if config.target_accuracy:
-            messages.append(self._back_to_accuracy(metrics))
+            floor = f"validation accuracy {100 * config.target_accuracy:.4g} %"
+            if self.best is None:
+                messages.append(f"no network had {floor}: only empty ranks were cut")
+            else:
+                self.subject.restore(self.best)
+                messages.append(f"the smallest network with {floor} has {self.parameters:,} parameters")
+        tol = EMPTY if config.targets else config.round_tol
         if target is not None:
             first = self.subject.compact_(rule=self.rule, parameters=target)
         report = self.subject.compact_(tol, rule=self.rule)
@@ -111,18 +104,6 @@ class Search:
         self.tell("cut", report)
         for text in (*messages, *report.notes):
             self.tell("message", text)
-
-    def _accurate(self, metrics: Mapping[str, float] | None) -> bool:
-        return metrics is not None and metrics["accuracy"] >= self.config.target_accuracy
-
-    def _back_to_accuracy(self, metrics: Mapping[str, float] | None) -> str:
-        """If the network is not accurate enough, return to the smallest one that was; a message about it."""
-        floor = f"{100 * self.config.target_accuracy:.4g} %"
-        if not self._accurate(metrics):
-            if self.best is None:
-                return f"no network had fit.target_accuracy {floor} on the validation data: only empty ranks were cut"
-            self.subject.restore(self.best["subject"])
-        return f"the smallest network with validation accuracy {floor} has {self.parameters:,} parameters"
 
 
 def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) -> int:
