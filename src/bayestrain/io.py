@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
 from bayestrain.files import write_atomically
 from bayestrain.formats import get
-from bayestrain.nn.convert import TWINS, is_lazy, replace_layers
+from bayestrain.nn.convert import TWINS, replace_layers
 from bayestrain.nn.factorized import FactorizedWeight
-from bayestrain.nn.layer import TensorLayer
+from bayestrain.nn.layer import TensorLayer, is_lazy
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights
 from bayestrain.posterior import Classification, Joint, Likelihood, ParticleModel, Regression

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
 from bayestrain.formats import Format, get
@@ -16,7 +15,7 @@ from bayestrain.formats.algebra import checked_rank
 from bayestrain.formats.trees import check_tol
 from bayestrain.nn.conv import TensorConv2d
 from bayestrain.nn.factorized import DEFAULT_RANK, FactorizedWeight, check_init
-from bayestrain.nn.layer import TensorLayer
+from bayestrain.nn.layer import TensorLayer, is_lazy
 from bayestrain.nn.layout import check_layout
 from bayestrain.nn.linear import TensorLinear
 from bayestrain.tables import text_table, times
@@ -173,11 +172,6 @@ def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]
         if module in replacements:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacements[module])
-
-
-def is_lazy(module: nn.Module) -> bool:
-    """Whether it has no weights before its first batch."""
-    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _obstacles(module: nn.Module, name: str, owners: Mapping[nn.Parameter, list[str]]) -> Iterator[tuple[str, str]]:

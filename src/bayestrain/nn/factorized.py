@@ -152,21 +152,21 @@ class FactorizedWeight(nn.Module):
 
     # --- products -----------------------------------------------------------------------------------------------------
 
-    def operands(self, which: Iterable[int] | None = None, dtype: torch.dtype | None = None) -> list[algebra.Operand]:
-        """Cores with their modes taken apart into factors, as `algebra.contract` takes them; all of them, or some."""
+    def axes(self, core: int) -> tuple[Labels, tuple[int, ...]]:
+        """The labels and sizes of a core's axes after its modes are taken apart into factors ``f0``, ``f1``, .."""
         layout, parts = self.layout, dict(zip(self.equation.modes, self.layout.modes, strict=True))
-        found: list[algebra.Operand] = []
-        for k in range(len(self.cores)) if which is None else which:
-            core, shape, labels = self.cores[k], [], []
-            for label, size in zip(self.equation.cores[k], core.shape, strict=True):
-                factors = parts.get(label)
-                shape += [size] if factors is None else [layout.factors[n] for n in factors]
-                labels += [label] if factors is None else [f"f{n}" for n in factors]
-            found.append((core.to(dtype or core.dtype).reshape(shape), tuple(labels)))
-        return found
+        found: list[tuple[str, int]] = []
+        for label, size in zip(self.equation.cores[core], self.cores[core].shape, strict=True):
+            found += [(f"f{n}", layout.factors[n]) for n in parts[label]] if label in parts else [(label, size)]
+        return tuple(label for label, _ in found), tuple(size for _, size in found)
+
+    def operands(self, which: Iterable[int], dtype: torch.dtype | None = None) -> list[algebra.Operand]:
+        """Some of the cores, with their modes taken apart into factors, as `algebra.contract` takes them."""
+        parts = [(self.cores[k], *self.axes(k)) for k in which]
+        return [(core.to(dtype or core.dtype).reshape(sizes), labels) for core, labels, sizes in parts]
 
     def labels(self, axis: int) -> Labels:
-        """The labels in `operands` of the factors of one of the layout's axes."""
+        """The labels of the factors of one of the layout's axes."""
         return tuple(f"f{n}" for n, own in enumerate(self.layout.axis_of) if own == axis)
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -174,12 +174,12 @@ class FactorizedWeight(nn.Module):
         (outputs, inputs), (outs, ins) = self.shape, self.layout.splits
         x = F.pad(x, (0, self.layout.padded[1] - inputs)).reshape(-1, *ins)
         batch = (x, ("batch", *self.labels(1)))
-        y = algebra.contract([batch, *self.operands(dtype=x.dtype)], ("batch", *self.labels(0)))
+        y = algebra.contract([batch, *self.operands(range(len(self.cores)), x.dtype)], ("batch", *self.labels(0)))
         return y.reshape(-1, math.prod(outs))[:, :outputs]
 
     def operations(self, rows: int) -> tuple[int, int]:
         """Multiplications of `multiply`, and of a product with the weight, which is materialised first."""
-        known = [(labels, tuple(core.shape)) for core, labels in self.operands()]
+        known = [self.axes(k) for k in range(len(self.cores))]
         batch = (("batch", *self.labels(1)), (rows, *self.layout.splits[1]))
         by_cores = algebra.operations([batch, *known], ("batch", *self.labels(0)))
         every = tuple(f"f{n}" for n in range(len(self.layout.factors)))
@@ -187,7 +187,7 @@ class FactorizedWeight(nn.Module):
 
     def cut(self) -> Cut | None:
         """The narrowest cut between inputs and outputs; None where a core has factors of both."""
-        owner = {label: k for k, (_, labels) in enumerate(self.operands()) for label in labels}
+        owner = {label: k for k in range(len(self.cores)) for label in self.axes(k)[0]}
         outs = {owner[label] for label in self.labels(0)}
         ins = {owner[f"f{n}"] for n, axis in enumerate(self.layout.axis_of) if axis > 0}
         if outs & ins:

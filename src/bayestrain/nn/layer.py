@@ -62,7 +62,7 @@ class TensorLayer(nn.Module, ABC):
         self._become(dense, FactorizedWeight.random(*how, max_rank, init, dtype, device))
 
     def _become(self, dense: Any, weight: FactorizedWeight) -> None:
-        """Be a layer with this weight, and all else that a dense layer has; a bias without values is drawn."""
+        """Initialise with this weight and all else that a dense layer has; a bias on the meta device is drawn."""
         super().__init__()
         for name in self.settings:
             setattr(self, name, getattr(dense, name))
@@ -94,7 +94,7 @@ class TensorLayer(nn.Module, ABC):
         kind = type(dense).__name__
         if not isinstance(dense, cls.dense_kind):
             raise ConversionError(f"Expected an nn.{cls.dense_kind.__name__} to convert, got {kind}.")
-        if any(nn.parameter.is_lazy(parameter) for parameter in dense.parameters()):
+        if is_lazy(dense):
             raise ConversionError(f"{kind} is lazy and has no weights yet. Run one batch through the model first.")
         if (groups := getattr(dense, "groups", 1)) != 1:
             raise ConversionError(f"groups must be 1, got groups={groups}. A grouped kernel is small: leave it dense.")
@@ -196,3 +196,8 @@ class TensorLayer(nn.Module, ABC):
         known |= {"in_modes": self.in_modes, "out_modes": self.out_modes, "ranks": self.ranks}
         text = ", ".join(f"{name}={value!r}" for name, value in known.items())
         return f"{type(self).__name__}({text}, parameters={left:,} of {whole:,} ({whole / left:.3g}x))"
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Whether it has no weights before its first batch."""
+    return any(nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False))
