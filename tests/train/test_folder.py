@@ -38,7 +38,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed_or_overwritte
 
 def test_what_was_stopped_before_its_first_checkpoint_is_begun_again(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
-        folder.write_json("environment.json", {"earlier": []})
+        folder.write("environment.json", {"earlier": []})
     (tmp_path / ".history.jsonl.0123.partial").write_text("half of it")
     with RunFolder(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [".lock"]
@@ -121,7 +121,7 @@ def test_writing_never_follows_a_planted_link(tmp_path: Path) -> None:
     with RunFolder(run) as folder:
         for name in FILES:
             (run / name).symlink_to(victim)
-        folder.write_json("result.json", {})
+        folder.write("result.json", {})
         (run / CHECKPOINT).unlink()
         folder.save_checkpoint({"epoch": 1})
         folder.write_history([])

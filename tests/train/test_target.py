@@ -13,7 +13,7 @@ from torch import nn
 from bayestrain.errors import ConfigError, Interrupted
 from bayestrain.nn import TensorizeConfig, count_parameters, dense_parameters, ranks, tensorize_
 from bayestrain.train import FitConfig, PriorConfig
-from bayestrain.train.schedule import learning_rate
+from bayestrain.train.loop import learning_rate
 from bayestrain.train.search import wanted_parameters
 
 WEAK, STRONG = PriorConfig(weight=0.01, warmup_epochs=1), PriorConfig(weight=3.0, warmup_epochs=1, align_every=4)

@@ -34,7 +34,7 @@ def record_environment(folder: RunFolder, device: torch.device, command: str, *,
     if resume and (folder.path / "environment.json").exists():
         before = read_json(folder.path / "environment.json", "earlier", "command")
         now |= {"command": before["command"], "earlier": [*before.pop("earlier"), before]}
-    folder.write_json("environment.json", now)
+    folder.write("environment.json", now)
     return now
 
 

@@ -102,19 +102,15 @@ class RunFolder:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def write(self, name: str, content: bytes | str) -> None:
-        """Write one of the run's files, whole or not at all."""
+    def write(self, name: str, content: bytes | str | Mapping[str, Any]) -> None:
+        """Write one of the run's files, whole or not at all; a table becomes JSON."""
         assert name in FILES, name
-        write_atomically(self.path / name, content)
-
-    def write_json(self, name: str, content: object) -> None:
-        """Write one of the run's JSON files."""
-        assert name in FILES, name
-        write_json(self.path / name, content)
+        write_as = write_atomically if isinstance(content, bytes | str) else write_json
+        write_as(self.path / name, content)  # type: ignore[arg-type]
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write ``result.json``, the last file: its presence means that the run is finished."""
-        self.write_json("result.json", dict(result))
+        self.write("result.json", result)
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, keeping the previous one."""

@@ -19,7 +19,6 @@ from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import Plan
 from bayestrain.train.config import FitConfig
 from bayestrain.train.folder import RunFolder
-from bayestrain.train.schedule import learning_rate
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network
 
@@ -122,7 +121,7 @@ class Loop:
         if self.search.ended is None:
             return False
         if self.folder is not None:
-            self.folder.write_json("spectra.json", self.search.spectra)
+            self.folder.write("spectra.json", self.search.spectra)
         return True
 
     def _record(self, means: dict[str, Any]) -> None:
@@ -192,6 +191,27 @@ class Loop:
             generator.set_state(state["generators"][name])
         set_random_state(state["random"], self.data.device)
         self.saved = self.epoch
+
+
+def learning_rate(config: FitConfig, epoch: float, search_ended: int | None = None) -> float:
+    """The rate after `epoch` epochs; a fraction counts steps.
+
+    Fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule continues through it. It starts
+    when the search has ended, which may be earlier than planned.
+    """
+    start = config.epochs if search_ended is None else search_ended
+    tuned, length = epoch - start, config.epochs + config.finetune_epochs - start
+    if config.finetune_lr and length and tuned >= 0:
+        return config.finetune_lr * _cosine(tuned / length)
+    length = config.epochs if config.finetune_lr else config.epochs + config.finetune_epochs
+    warmup = min(1.0, epoch / config.lr_warmup_epochs) if config.lr_warmup_epochs else 1.0
+    done = min(epoch / length, 1.0)
+    steps = config.gamma ** sum(done >= milestone for milestone in config.milestones)
+    return config.lr * warmup * {"cosine": _cosine(done), "step": steps, "constant": 1.0}[config.schedule]
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 def _means(means: Tensor) -> dict[str, Any]:

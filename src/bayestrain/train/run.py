@@ -74,12 +74,13 @@ def train_run(
                 f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or start a new "
                 "run in another folder."
             )
-    data, likelihood, start = load_data(config.run.data), _likelihood(config.run.likelihood), _finished_run(config)
+    data, likelihood = load_data(config.run.data), _likelihood(config.run.likelihood)
+    start, note = _finished_run(config) if config.run.from_run else (None, None)
     if start is None:
         models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, config.run.seed)
     else:
         surrounding = how.start == "around"
-        models = around(start.model, how.particles, how.jitter, config.run.seed) if surrounding else [start.model]
+        models = around(start, how.particles, how.jitter, config.run.seed) if surrounding else [start]
     settings = dataclasses.replace(config.fit, search=False) if how.start == "around" else config.fit
     if not resume:
         check_target(settings, models[0])  # before a run is overwritten
@@ -106,7 +107,7 @@ def train_run(
             **evaluate(config, data, trained, fitted.likelihood, place, opened),
             "seconds": fitted.seconds, "peak_memory_bytes": peak_memory_bytes(place),
             **{key: environment[key] for key in ("device", "command", "commit", "dirty")},
-            "from_run": None if start is None else start.note, "status": "finished",
+            "from_run": note, "status": "finished",
         }  # fmt: skip
         if fitted.posterior is not None:
             result["posterior"]["diagnostics"] = diagnostics = fitted.history[-1]["diagnostics"]
@@ -229,10 +230,8 @@ def tensorized(model: nn.Module, settings: TensorizeSettings) -> nn.Module:
     return model
 
 
-def _finished_run(config: RunConfig) -> SimpleNamespace | None:
-    """The network of the finished run that this one starts from, if any, and a note of what that was."""
-    if not config.run.from_run:
-        return None
+def _finished_run(config: RunConfig) -> tuple[nn.Module, dict[str, Any]]:
+    """The network of the finished run that this one starts from, and a note of what that was."""
     run = Path(config.run.from_run)
     result = read_json(run / "result.json", "parameters", "seconds", "metrics", "commit")
     before = configs.load(run / "config.toml")
@@ -241,6 +240,7 @@ def _finished_run(config: RunConfig) -> SimpleNamespace | None:
     if before.run.model != config.run.model:
         raise ConfigError(f"The network of {run} is {before.run.model}, not {config.run.model}. Name the same model.")
     model, _ = _saved(run, before, torch.device("cpu"))
+    assert isinstance(model, nn.Module)
     earlier = result.get("from_run") or {}
     note = {
         "run": str(run),
@@ -249,7 +249,7 @@ def _finished_run(config: RunConfig) -> SimpleNamespace | None:
         "seconds": result["seconds"] + earlier.get("seconds", 0.0),
         "commits": sorted({commit for commit in (result["commit"], *earlier.get("commits", ())) if commit}),
     }
-    return SimpleNamespace(model=model, note=note)
+    return model, note
 
 
 def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
