@@ -22,7 +22,7 @@ def naming(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write the whole file or nothing: to a temporary file beside it, then moved into place.
 
-    The temporary name is unpredictable and must not exist yet, so a symlink that somebody planted is never followed.
+    The temporary name is unpredictable and must not exist yet, so a planted symlink is never followed.
     If `path` itself is a symlink, the link is replaced and its target stays as it is.
     """
     data = content.encode() if isinstance(content, str) else content

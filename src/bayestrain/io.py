@@ -31,7 +31,7 @@ from bayestrain.posterior import Classification, Joint, Likelihood, ParticleMode
 VERSION = 1
 WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
 LARGEST_DESCRIPTION, LARGEST_SIZE, MOST_SIZES = 64 << 20, 1 << 40, 64
-"""Bounds on what is read: bytes of the JSON, a size in it, and how many sizes stand in one list."""
+"""Bounds on what is read: bytes of the JSON, a size in it, and the number of sizes in one list."""
 
 LIKELIHOODS: dict[str, tuple[Callable[[Any], Likelihood], str]] = {
     "classification": (Classification, "temperature"),
@@ -41,7 +41,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[Any], Likelihood], str]] = {
 
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
-    """Write a model or a posterior into a folder, which is created if need be.
+    """Write a model or a posterior into a folder, which is created if necessary.
 
     Lambda is not part of a saved model: remove it first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen
     parameters, which all particles share, are saved once.

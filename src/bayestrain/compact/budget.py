@@ -1,4 +1,4 @@
-"""Ranks for a parameter budget: indices go where they cost least, whatever the format."""
+"""Ranks for a parameter budget: indices are dropped where that costs least, whatever the format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Priced:
-    """What the indices of one weight's bonds are worth, and what they take."""
+    """What the indices of one weight's bonds contribute, and how many entries they take."""
 
     equation: Equation
     modes: Sequence[int]
@@ -32,10 +32,10 @@ class Priced:
         return sum(math.prod(shapes[core]) for core in self.equation.owners(label)) // ranks[bond]
 
     def price(self, ranks: Sequence[int], bond: int) -> float:
-        """What the last index of a bond is of its weight, divided by the root of the entries that it takes.
+        """What the last index of a bond contributes to its weight, divided by the root of the entries it takes.
 
         Dividing by the entries themselves would nearly minimise the sum of the layers' squared changes. But that hits
-        wide layers hard, and the more a layer has lost the more harm does the next loss.
+        wide layers hard, and the more a layer has lost, the more harm the next loss does.
         """
         return self.shares[bond][ranks[bond] - 1] / math.sqrt(self.freed(ranks, bond))
 
@@ -43,7 +43,7 @@ class Priced:
 def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> list[Ranks]:
     """Ranks with which all cores and the `others`, parameters that are in no core, are at most so many `parameters`.
 
-    One rank index after the other goes, always the one with the lowest price.
+    One rank index after another is dropped, always the one with the lowest price.
     """
     ranks = [[len(bond) for bond in weight.shares] for weight in weights]
     size, fewest = (

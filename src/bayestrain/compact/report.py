@@ -52,7 +52,7 @@ class CompactReport:
         return max(layer.error for layer in self.layers)
 
     def then(self, later: CompactReport) -> CompactReport:
-        """This report and a later one as one; of two changes of a weight it has the larger."""
+        """This report merged with a later one; of two changes of a weight it keeps the larger."""
         rows = [
             replace(after, ranks_before=row.ranks_before, parameters_before=row.parameters_before,
                     error=max(row.error, after.error), spectra=row.spectra or after.spectra)

@@ -1,6 +1,6 @@
 """How each rule cuts one weight of n particles: particles keep indices of their own, but share the ranks.
 
-A rank index means something else in every particle, so nothing is averaged over equal indices. Errors are: the rules
+A rank index means something different in every particle, so only errors are averaged, not indices: the rules
 use the root mean square, over particles, of the relative change of the weight.
 """
 

@@ -29,7 +29,7 @@ class Equation:
         if not self.cores:
             raise ConfigError(f"An equation needs at least one core, got {self}.")
         if any(len(set(labels)) != len(labels) for labels in (*self.cores, self.output)):
-            raise ConfigError(f"A label may stand only once in a core and once in the output, got {self}.")
+            raise ConfigError(f"A label may appear only once in a core and once in the output, got {self}.")
         if unknown := [mode for mode in self.output if mode not in self._owners]:
             raise ConfigError(f"Every mode must belong to a core, but {unknown} belong to none in {self}.")
         if lone := [bond for bond in self.bonds if len(self.owners(bond)) < 2]:
@@ -71,7 +71,7 @@ class Equation:
 
     @cached_property
     def branches(self) -> tuple[tuple[int, int, str], ...]:
-        """``(core, parent, bond)`` of all cores that hang on core 0, directly or not, children before their parents."""
+        """``(core, parent, bond)`` of all cores but core 0, the root; children come before their parents."""
         found, reached = [], [0]
         for k in reached:
             for bond in self.bonds_of(k):

@@ -142,7 +142,7 @@ class Method:
         return StepInfo(values, alive)
 
     def count_step(self) -> None:
-        """Do the rest of `step`: count it, and now and then warn once of each broken particle; raise if all are."""
+        """Do the rest of `step`: count it, occasionally warn once about each broken particle; raise if all are."""
         self.steps += 1
         if self.broken.device.type != "cpu" and self.steps % LOOK_EVERY:
             return

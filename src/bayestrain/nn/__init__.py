@@ -1,6 +1,6 @@
 """Factorised weights and the layers that use them.
 
-A layer knows how to use a weight, a weight knows how to be one: `FactorizedWeight` holds the cores, the format and the
+A layer knows how to use a weight, and a weight how it is stored: `FactorizedWeight` holds the cores, the format and the
 layout, `TensorLinear` and `TensorConv2d` multiply by it, `tensorize_` puts them into a model.
 """
 

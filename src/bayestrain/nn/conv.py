@@ -94,7 +94,7 @@ class TensorConv2d(TensorLayer):
 
 
 def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Kernel and bias in the type of an input that autocast lowered before: inside vmap it forgets to."""
+    """Kernel and bias in the type of an input that autocast has lowered, which it does not do for them inside vmap."""
     if x.dtype == kernel.dtype or not autocasts(x):
         return kernel, bias
     return kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)

@@ -1,4 +1,4 @@
-"""A network in evaluation mode for a while."""
+"""Temporary evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model.eval()``, and afterwards every module in the mode it had, whatever happened."""
+    """Call ``model.eval()``, and restore the mode of every module afterwards, also after an error."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()

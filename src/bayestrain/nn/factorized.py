@@ -37,7 +37,7 @@ class RankState(nn.Module):
     def __init__(self, ranks: Sequence[int], like: Tensor) -> None:
         super().__init__()
         self.start = tuple(ranks)
-        """The ranks the prior started with; cut indices go on counting in it."""
+        """The ranks the prior started with; it still counts indices that were cut."""
         self.a, self.b, self.floor = GAMMA_SHAPE, GAMMA_RATE, FLOOR
         self.register_buffer("start_ranks", torch.tensor(ranks, dtype=torch.int64, device=like.device))
         self.register_buffer("held_norm", torch.zeros((), dtype=like.dtype, device=like.device))
@@ -117,7 +117,7 @@ class FactorizedWeight(nn.Module):
     ) -> Self:
         """The cores of a given weight, to relative error `tol` and at most `max_rank`.
 
-        One that is all zeros says nothing of ranks: it gets `max_rank`, or 20, and a last core of zeros to train with.
+        A weight of zeros determines no ranks: it gets `max_rank`, or 20, and a last core of zeros to train with.
         """
         if bool(weight.any()):
             return cls(format, layout, format.decompose(layout.fold(weight.detach()), tol, max_rank))

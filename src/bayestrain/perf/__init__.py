@@ -1,7 +1,7 @@
-"""Optional speed: the same results as the readable way, sooner.
+"""Optional speed: the same results as the readable code, faster.
 
 Nothing imports this room by name. `nn.fast.fast` finds `FAST`, unless the environment variable ``BAYESTRAIN_PERF=0``
-switches it off. What is here is what a benchmark defends (`benchmarks/`): plans for products with trains, prior
+switches it off. A benchmark justifies everything in it (`benchmarks/`): plans for products with trains, prior
 formulas for all trains at once, training steps as CUDA graphs, and an estimate of a posterior's memory.
 """
 
@@ -12,7 +12,7 @@ from bayestrain.perf.capture import Capture
 
 
 class Fast:
-    """What other rooms may ask for; see `nn.fast`."""
+    """What other rooms may use; see `nn.fast`."""
 
     multiply = staticmethod(layers.multiply)
     expect = staticmethod(layers.expect)

@@ -29,7 +29,7 @@ FILTERS_ON_CUDA = 8
 
 
 def multiply(layer: TensorLayer, x: Tensor) -> Tensor | None:
-    """The layer's output, or None where only the readable way will do."""
+    """The layer's output, or None where only the readable code applies."""
     if isinstance(layer, TensorLinear):
         return linear(layer, x)
     return conv2d(layer, x) if isinstance(layer, TensorConv2d) else None
@@ -141,7 +141,7 @@ def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, f
 
 
 def used(layer: TensorLayer) -> tuple[Use | None, Collection[Tensor]]:
-    """How the layer's weight can be used, and the cores that stand in it now; None if it is no train."""
+    """How the layer's weight can be used, and its current cores; None if it is not a train."""
     weight: Any = layer._modules["factorized"]
     cores = weight._modules["cores"]._parameters.values()  # as attributes they would take longer to read
     if type(weight) is not FactorizedWeight or weight.format.name != "tt" or len(cores) != len(weight.equation.cores):

@@ -72,7 +72,7 @@ class Task(NamedTuple):
     training: bool = True
     """Whether a backward pass follows."""
     merged: bool = False
-    """Whether merged factors are at hand from an earlier call."""
+    """Whether merged factors are available from an earlier call."""
 
     @property
     def passes(self) -> int:

@@ -128,7 +128,7 @@ class Table:
         self._stack_held()
 
     def cores(self) -> list[Tensor]:
-        """The cores that stand in the weights now, in the order of *flat*."""
+        """The current cores of the weights, in the order of *flat*."""
         return [core for name in self.names for core in cores_of(self.group.weights[name])]
 
     def log_lambdas(self) -> list[Tensor]:
@@ -312,7 +312,7 @@ def colours(equation: Equation) -> list[int]:
 
 
 def cores_of(weight: FactorizedWeight) -> list[Tensor]:
-    """The cores that stand in a weight now; reading them one by one as attributes would be slow."""
+    """The current cores of a weight; reading them one by one as attributes would be slow."""
     own: Any = weight.cores._parameters
     return list(own.values()) if len(own) == len(weight.equation.cores) else list(weight.cores)
 
@@ -350,7 +350,7 @@ def _repeated(pairs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _padded(rows: Tensor, values: Tensor, count: int, fill: int) -> Tensor:
-    """A table of so many rows, where each value stands in its row; `rows` is sorted."""
+    """A table of so many rows, where each value is in its row; `rows` is sorted."""
     lengths = rows.bincount(minlength=count)
     table = torch.full((count, int(lengths.max())), fill)
     table[rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]] = values

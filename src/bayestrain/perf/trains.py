@@ -109,7 +109,7 @@ Use = Paired | Halves
 
 @lru_cache(maxsize=1024)
 def use_of(layout: Layout) -> Use | None:
-    """How a train folded like this can be used; None leaves it to the readable way."""
+    """How a train folded like this can be used; None leaves it to the readable code."""
     outs, ins = len(layout.splits[0]), len(layout.splits[1])
     if layout.shape == layout.axes and layout.modes == tuple((k, outs + k) for k in range(outs)):
         return Paired(layout.splits[0], layout.splits[1], (layout.shape[0], layout.shape[1]))

@@ -97,7 +97,7 @@ class Joint(nn.Module):
                 ) from error
 
     def remove_lambda(self) -> None:
-        """Leave the ranks as they are: no weight has a lambda any more."""
+        """Keep the ranks as they are: remove lambda from all weights."""
         for weight in factorized_weights(self).values():
             weight.rank_state = None
 
@@ -141,7 +141,7 @@ def _twin(module: Module) -> Module:
 
 
 def _aliases(joint: nn.Module) -> dict[str, str]:
-    """``{other place of a tensor: its first place}`` for tensors that stand in several modules.
+    """``{other place of a tensor: its first place}`` for tensors that appear in several modules.
 
     `functional_call` would look for them in every call, which takes as long as a small network's forward pass.
     """

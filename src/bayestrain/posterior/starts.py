@@ -1,4 +1,4 @@
-"""Where particles start: independently, which makes the posterior diverse, or around one point, as in the paper."""
+"""How particles start: independently, which makes the posterior diverse, or around one point, as in the paper."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`RankPrior`, which lets the ranks of factorised weights choose themselves, and `NormalPrior` for dense networks."""
+"""`RankPrior`, under which factorised weights find their ranks, and `NormalPrior` for dense networks."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class RankPrior(NormalPrior):
 
 
 def _places(model: nn.Module, without: Iterable[Tensor]) -> list[tuple[nn.Module, str]]:
-    """Where each trainable parameter stands, except some; looking them up by name in every step would be slow."""
+    """Where each trainable parameter is stored, except some; looking them up by name in every step would be slow."""
     known = {id(parameter) for parameter in without}
     found = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""`Batches`: passes over whatever a user has for data, as (inputs, targets) on a device."""
+"""`Batches`: passes over a user's data of any kind, as (inputs, targets) on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (
 
 
 class Batches:
-    """An iterable of one pass after the other, the same for every kind of data.
+    """An iterable of passes, the same for every kind of data.
 
     Args:
         data: a DataLoader, a Dataset, tensors (x, y), an object with ``batches(batch_size, shuffle=, generator=,
@@ -32,7 +32,7 @@ class Batches:
         name: what errors call the data.
 
     Attributes:
-        num_data, steps: data and batches of a pass; None until `count`, if only a pass can tell.
+        num_data, steps: data and batches of a pass; None until `count`, if only a pass can determine them.
     """
 
     def __init__(self, data: Any, batch_size: int, *, shuffle: bool, device: torch.device, name: str = "data") -> None:
@@ -97,7 +97,7 @@ class Batches:
             )
 
     def count(self, num_data: int | None = None) -> int:
-        """Learn `num_data`, unless it is given, and `steps`; if need be by one pass that trains nothing."""
+        """Determine `num_data`, unless it is given, and `steps`; if necessary by one pass without training."""
         if self.steps is None or (self.num_data is None and num_data is None):
             sizes = [len(y) for _, y in self]
             self.num_data, self.steps = sum(sizes), len(sizes)

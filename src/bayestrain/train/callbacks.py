@@ -45,7 +45,7 @@ class Callback:
         """Ranks were cut."""
 
     def on_message(self, text: str) -> None:
-        """Something worth a line."""
+        """A message to show."""
 
     def on_end(self, result: FitResult) -> None:
         """Training is over."""

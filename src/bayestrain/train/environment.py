@@ -17,7 +17,7 @@ from bayestrain.train.folder import RunFolder, read_json
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What may be asked about a result later."""
+    """What someone may want to know about a result later."""
     commit, dirty = source_version()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {

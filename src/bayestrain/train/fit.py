@@ -1,7 +1,7 @@
 """`fit`: the training loop for one network or a posterior, in one call.
 
 A loop of your own needs none of this; see the README. `fit` does the same in the same order: likelihood plus prior,
-backward, the optimiser's step, the prior's step, and cuts of the ranks now and then.
+backward, the optimiser's step, the prior's step, and periodic cuts of the ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL = 1_000_000
 
 @dataclass(frozen=True)
 class FitResult:
-    """What came out of `fit`.
+    """The result of `fit`.
 
     Attributes:
         model: the network, trained in place; of a posterior, the network that its particles are of.
@@ -176,7 +176,7 @@ def fit(
                 {} if loop.search is None else loop.search.spectra,
                 {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
             )  # fmt: skip
-            loop.tell("end", result)
+            loop.notify("end", result)
             return result
 
 
@@ -222,7 +222,7 @@ def _check(config: FitConfig, how: PosteriorConfig, *, search: bool, prior: Any,
 
 @contextmanager
 def _threads(threads: int, models: Sequence[nn.Module]) -> Iterator[None]:
-    """So many threads for a while: small products gain little from a second one, and stall where others compute."""
+    """Use this many threads temporarily: small products gain little from a second one, and stall on a busy machine."""
     convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in models[0].modules())
     small = dense_parameters(models[0]) <= SMALL and not convolves
     before = torch.get_num_threads()

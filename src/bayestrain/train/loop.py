@@ -38,7 +38,7 @@ class Loop:
     ) -> None:  # fmt: skip
         self.subject, self.data, self.validation, self.config = subject, data, validation, config
         self.folder, self.callbacks, self.settings = folder, callbacks, settings
-        self.search = Search(subject, config, self.tell) if search else None
+        self.search = Search(subject, config, self.notify) if search else None
         self.epoch, self.seconds, self.rate = 0, 0.0, 0.0
         self.saved: int | None = None
         """The epoch of the last checkpoint."""
@@ -47,7 +47,7 @@ class Loop:
         self.epochs = config.epochs + config.finetune_epochs
         self.rates = [float(group["lr"]) / config.lr for group in subject.optimizer.param_groups]
 
-    def tell(self, what: str, argument: Any) -> None:
+    def notify(self, what: str, argument: Any) -> None:
         """Call this method of all callbacks that have it."""
         for callback in self.callbacks:
             if (method := getattr(callback, f"on_{what}", None)) is not None:
@@ -59,9 +59,9 @@ class Loop:
             self.folder.write_history(self.history)
         template, number = self.subject.template, self.data.num_data or 0
         sizes = count_parameters(template), dense_parameters(template)
-        self.tell("start", Plan(self.epochs, self.epoch, self.steps, number, self.subject.number, *sizes))
+        self.notify("start", Plan(self.epochs, self.epoch, self.steps, number, self.subject.number, *sizes))
         if note:
-            self.tell("message", note)
+            self.notify("message", note)
         try:
             if not self.history:
                 self._record(dict.fromkeys(("train_loss", "prior_loss", "train_accuracy")))
@@ -100,7 +100,7 @@ class Loop:
                         raise self._diverged(f"epoch {self.epoch + 1}, step {place}", what)
                 recent = []
             if step % LOOK_EVERY == 0:
-                self.tell("step", {"epoch": self.epoch + 1, "step": step, "lr": self.rate, **_means(sums / seen)})
+                self.notify("step", {"epoch": self.epoch + 1, "step": step, "lr": self.rate, **_means(sums / seen)})
         return _means(sums / seen)
 
     def _set_rate(self, epoch: float) -> None:
@@ -125,13 +125,13 @@ class Loop:
         return True
 
     def _record(self, means: dict[str, Any]) -> None:
-        """Write the epoch down, then a checkpoint; never one of broken weights."""
+        """Record the epoch and write a checkpoint, unless the weights are broken."""
         try:
             messages = self.subject.repair()
         except TrainingError as error:
             raise self._diverged(f"epoch {self.epoch}", str(error)) from None
         for message in messages:
-            self.tell("message", message)
+            self.notify("message", message)
         phase = "train" if self.search is None else "search" if self.search.ended is None else "finetune"
         record = {
             "epoch": self.epoch,
@@ -151,7 +151,7 @@ class Loop:
             if self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every:
                 self.folder.save_checkpoint(self.state())
                 self.saved = self.epoch
-        self.tell("epoch", record)
+        self.notify("epoch", record)
 
     def measure(self) -> dict[str, float] | None:
         """The metrics on the validation data."""
@@ -230,7 +230,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Return to a `random_state`; of another kind of device, to what it has in common with this one."""
+    """Restore a `random_state`; one of another kind of device is restored as far as it applies here."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if state["numpy"] is not None and "numpy" in sys.modules:

@@ -1,7 +1,7 @@
 """Muon: cores move along orthogonalised momentum, all other parameters as with AdamW.
 
 The gradient of a core is often large along a few directions only. Muon (Jordan et al., 2024) reads the momentum as a
-matrix and takes the nearest matrix with orthonormal rows instead, so that all directions move alike. Of the ways to
+matrix and takes the nearest matrix with orthonormal rows instead, so that all directions move equally. Of the ways to
 split the axes of a core in two, in order, it takes the one whose matrix is most nearly square. (`torch.optim.Muon`
 takes matrices only.)
 """

@@ -1,4 +1,4 @@
-"""What `bayestrain train` does: from names to a folder with a network, its predictions, and what they are worth."""
+"""What `bayestrain train` does: from names to a folder with a network, its predictions, and their metrics."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def _finished_run(config: RunConfig) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
-    """Every layer with the parameters that it has dense, had at the start and has now, its bias among them."""
+    """The parameters of every layer, bias included: as a dense layer, at the start, and now."""
     weights, found = factorized_weights(model), {}
     for name, module in model.named_modules():
         now = sum(parameter.numel() for parameter in module.parameters())
@@ -276,7 +276,7 @@ def evaluate(
     config: RunConfig, data: SimpleNamespace, model: nn.Module | ParticleModel, likelihood: Likelihood,
     device: torch.device, folder: RunFolder,
 ) -> dict[str, Any]:  # fmt: skip
-    """The metrics on the test data, also at the temperature that suits the validation data; writes the predictions.
+    """The metrics on the test data, also at the temperature fitted to the validation data; writes the predictions.
 
     A posterior takes that temperature, if ``posterior.calibrate``. Without test data the validation data stand in.
     """

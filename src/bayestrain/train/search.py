@@ -34,8 +34,8 @@ class Search:
 
     KEPT = ("ended", "spectra", "start", "best", "missed")
 
-    def __init__(self, subject: Network, config: FitConfig, tell: Callable[[str, Any], None]) -> None:
-        self.subject, self.config, self.tell = subject, config, tell
+    def __init__(self, subject: Network, config: FitConfig, notify: Callable[[str, Any], None]) -> None:
+        self.subject, self.config, self.notify = subject, config, notify
         self.target = target_size(config, subject.template)
         self.rule = None if config.rule == "auto" else config.rule
         self.start = self.parameters
@@ -75,7 +75,7 @@ class Search:
                 goal = max(int(SHRINK * size), fewest)
                 goal = goal if target is None else wanted_parameters(config, epoch, self.start, target)
                 report = report.then(self.subject.compact_(rule=self.rule, parameters=goal))
-            self.tell("cut", report)
+            self.notify("cut", report)
             if target is not None and self.parameters <= target:
                 self._end(epoch)
 
@@ -101,9 +101,9 @@ class Search:
         if epoch < config.epochs:
             left = config.epochs + config.finetune_epochs - epoch
             messages.append(f"the search ended after {epoch} epochs; the other {left} are fine-tuning")
-        self.tell("cut", report)
+        self.notify("cut", report)
         for text in (*messages, *report.notes):
-            self.tell("message", text)
+            self.notify("message", text)
 
 
 def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) -> int:
@@ -118,7 +118,7 @@ def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) 
 
 
 def target_size(config: FitConfig, model: nn.Module) -> int | None:
-    """The parameters that the settings ask for, if they ask for a size."""
+    """The number of parameters that the settings request, if they request a size."""
     return (
         int(dense_parameters(model) / config.target_ratio) if config.target_ratio else config.target_parameters or None
     )

@@ -90,7 +90,7 @@ class Network:
         return found[0]  # type: ignore[no-any-return]
 
     def _advance(self, batches: Sequence[Batch], weight: Tensor | None) -> Tensor:
-        """The loop of the README. Nothing here depends on a value on the device, so a CUDA graph can replay it."""
+        """A step of the README's loop. Nothing here depends on values on the device, so a CUDA graph can replay it."""
         self.template.train()
         total, seen, prior_loss = sum(len(y) for _, y in batches), [], torch.zeros((), device=self.device)
         with products(self.config.precision, self.device):
@@ -122,7 +122,7 @@ class Network:
         return report
 
     def end_search(self) -> None:
-        """Keep the ranks from now on: no lambda any more, and an optimiser without moments."""
+        """Keep the ranks from now on: lambda is removed, and the optimiser starts without moments."""
         if self.prior is not None:
             self.prior.remove_()
         self.prior, self.optimizer = None, self._new_optimizer()
@@ -174,7 +174,7 @@ class Network:
         return {"log_likelihood": float(torch.cat(parts).mean())}
 
     def describe(self) -> dict[str, Any]:
-        """What else goes into the history."""
+        """Further entries for the history."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def can_predict(likelihood: Likelihood) -> bool:
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:
-    """The share of right classes, or NaN if the targets are no classes."""
+    """The share of correct classes, or NaN if the targets are not classes."""
     if outputs.ndim == 2 and y.ndim == 1 and not y.is_floating_point():
         return (outputs.argmax(1) == y).float().mean()
     return torch.full((), torch.nan, device=outputs.device)
@@ -350,7 +350,7 @@ def lowered(precision: str, device: torch.device) -> torch.autocast:
 
 @contextmanager
 def products(precision: str, device: torch.device) -> Iterator[None]:
-    """Compute float32 matrix products in TF32, where that is asked for."""
+    """Compute float32 matrix products in TF32, if requested."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     if precision == "tf32" and device.type == "cuda":

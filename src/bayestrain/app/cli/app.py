@@ -1,4 +1,4 @@
-"""The commands put together, and what happens when one fails."""
+"""The commands of `bayestrain`, and how their errors are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bayestrain.errors import BayesTrainError
 
 
 class CleanErrors(TyperGroup):
-    """Turns an error of the user's into one message on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    """Reports a user's error as one message on stderr with exit code 2; Ctrl-C exits with code 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,7 +43,7 @@ class CleanErrors(TyperGroup):
 
 
 def fail(error: BaseException, message: str, code: int = 2) -> NoReturn:
-    """Print one message, with the notes added to the error on its way, and leave."""
+    """Print one message, with the notes that were added to the error, and exit."""
     print_error(" ".join([message, *getattr(error, "__notes__", ())]))
     raise typer.Exit(code) from None
 

@@ -1,4 +1,4 @@
-"""`bayestrain predict`: what a run's network says of pictures or of rows of numbers, and how certain it is."""
+"""`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def print_json(value: object) -> None:
 
 
 def finished(folder: Path) -> Run:
-    """A finished run. What is not there is reported at once, before anything heavy is imported."""
+    """The folder of a finished run. A missing one is reported at once, before heavy imports."""
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
     if not (folder / "result.json").is_file():
@@ -52,7 +52,7 @@ def write_page(folder: Path) -> Path:
 
 
 def print_closing(folder: Path) -> None:
-    """Print what a finished run came to, and write its report."""
+    """Print the result of a finished run, and write its report."""
     from bayestrain.app.report.page import tiles
     from bayestrain.app.report.read import reading
 

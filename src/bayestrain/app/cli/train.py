@@ -106,7 +106,7 @@ def train(
 
 
 def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> RunConfig:
-    """The settings that the options mean: of a file, a resumed run, a model with its data, or the embedded example."""
+    """The settings that the options select: a file, a resumed run, a model with its data, or the embedded example."""
     from bayestrain.train import config
 
     if resumed is not None and file is None and "run.model" not in short:

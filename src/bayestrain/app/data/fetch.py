@@ -142,7 +142,7 @@ def get(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> None:
-    """Bring `folder` to hold all of `files` intact: what is missing comes from the first source that has all of it."""
+    """Make `folder` hold all of `files` intact: missing ones come from the first source that has them all."""
     missing = [file for file in files if not _intact(file, folder)]
     if not missing:
         return
@@ -180,7 +180,7 @@ def _intact(file: File, folder: Path) -> bool:
 
 
 def _deliver(source: Source, names: Sequence[str], into: Path) -> None:
-    """Leave each of `names` in the folder `into`, raw or as .gz; pooch compares the checksum of an archive first."""
+    """Put each of `names` into the folder `into`, raw or as .gz; pooch compares the checksum of an archive first."""
     import pooch
 
     def download(url: str, sha256: str | None) -> str:

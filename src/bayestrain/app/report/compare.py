@@ -66,7 +66,7 @@ def scored(runs: dict[str, Run]) -> tuple[str, dict[str, float]]:
 
 
 def verdict(runs: dict[str, Run]) -> str:
-    """Which run to take, if they can be compared at all."""
+    """Which run is best, if they can be compared at all."""
     key, scores = scored(runs)
     if len({run.task for run in runs.values()}) > 1:
         return "The runs are of different tasks, so their scores cannot be compared."

@@ -134,7 +134,7 @@ class Run:
 
     @property
     def epochs(self) -> int | None:
-        """How many epochs the settings ask for."""
+        """How many epochs the settings request."""
         fit = self.config.get("fit", {})
         return fit["epochs"] + fit.get("finetune_epochs", 0) * fit.get("search", True) if "epochs" in fit else None
 
