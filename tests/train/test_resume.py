@@ -140,7 +140,7 @@ def test_a_folder_is_resumed_with_the_same_settings_and_never_overwritten(tmp_pa
         ({"lr": 1e-4}, r"fit\.lr was 0\.01, now 0\.0001"),
         ({"seed": 3}, "seed was 0, now 3"),
         ({"prior": PriorConfig(weight=0.5)}, r"prior\.weight was 1\.0, now 0\.5"),
-        ({"prior": False}, r"prior\.a was 1\.0, now None"),
+        ({"prior": False}, r"prior\.a was 1\.0, now null"),
         ({"data": tuple(t[:500] for t in TRAIN)}, "num_data was 600, now 500"),
         ({"model": [network(), network()]}, r"posterior\.particles was 1, now 2"),
     ):

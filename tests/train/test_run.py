@@ -142,7 +142,7 @@ def test_a_config_file_has_every_setting_with_its_meaning(config: RunConfig, tmp
         ("[fit]\nepochs = 0", r"run\.toml: run\.model has no default"),
         ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nepoch = 3", 'no setting "fit.epoch". Did you mean "fit.epochs"'),
         ("[run]\nmodel='m:b'\ndata='m:d'\nepochs = 3", 'no setting "run.epochs". Did you mean "fit.epochs"'),
-        ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nlr = inf", r"fit\.lr must be a number above 0, got inf"),
+        ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nlr = inf", r"fit\.lr must be a number above 0, got Infinity"),
         ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nlr = true", r"fit\.lr must be a number above 0, got true"),
         ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\noptimizer = 'adm'", 'Did you mean "adam"'),
         ("[run]\nmodel='m:b'\ndata='m:d'\n[tensorize]\nkeep_dense = 'x'", "must be a list, each text in quotes"),

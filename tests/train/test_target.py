@@ -163,6 +163,12 @@ def test_training_returns_to_the_last_good_size_when_accuracy_does_not_recover()
     assert any("the search ended after" in text for text in heard.messages)
 
 
+def test_an_accuracy_needs_classes() -> None:
+    x = torch.randn(100, 24)
+    with pytest.raises(ConfigError, match="needs an accuracy among the metrics"):
+        train(wide(), (x, x[:, :3]), (x, x[:, :3]), likelihood="regression", target_accuracy=0.9)
+
+
 def test_an_accuracy_out_of_reach_cuts_nothing_but_what_is_empty_and_says_so() -> None:
     noise = torch.randint(3, (200,), generator=torch.Generator().manual_seed(0))
     model, heard = wide(), Listener()

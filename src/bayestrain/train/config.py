@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import operator
 import tomllib
@@ -40,10 +41,7 @@ def setting(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (),
 
 def shown(value: object) -> str:
     """A value as a TOML file has it, shortened if long."""
-    if isinstance(value, list | tuple):
-        text = f"[{', '.join(map(shown, value))}]"
-    else:
-        text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    text = json.dumps(plain(value), ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -89,16 +87,17 @@ class Section:
 
     title: ClassVar[str]
 
+    def __init_subclass__(cls, title: str) -> None:
+        cls.title = title
+
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             object.__setattr__(self, each.name, _checked(f"{self.title}.{each.name}", getattr(self, each.name), each))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Section):
+class RunSettings(Section, title="run"):
     """What is trained."""
-
-    title: ClassVar[str] = "run"
 
     name: str = setting("name of the run, for its folder and its report", "run")
     model: str = setting('function without arguments that builds the network: "package.module:name" or "file.py:name"')
@@ -109,10 +108,8 @@ class RunSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorizeSettings(Section):
+class TensorizeSettings(Section, title="tensorize"):
     """How layers are factorised."""
-
-    title: ClassVar[str] = "tensorize"
 
     enabled: bool = setting("factorise the linear and convolution layers; false leaves the network as it is", True)
     format: str = setting("low-rank format, one of bayestrain.formats", "tt")
@@ -125,10 +122,8 @@ class TensorizeSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriorConfig(Section):
+class PriorConfig(Section, title="prior"):
     """The prior that prunes ranks the data do not support."""
-
-    title: ClassVar[str] = "prior"
 
     a: float = setting("shape of the Gamma prior on lambda", 1.0, above=0)
     b: float = setting("rate of the Gamma prior on lambda", 5.0, above=0)
@@ -142,10 +137,8 @@ class PriorConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitConfig(Section):
+class FitConfig(Section, title="fit"):
     """The training loop."""
-
-    title: ClassVar[str] = "fit"
 
     epochs: int = setting("passes over the training data before the final cut", 20, at_least=1)
     batch_size: int = setting("data per step, unless the data come in batches already", 128, at_least=1)
@@ -201,10 +194,8 @@ class FitConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PosteriorConfig(Section):
+class PosteriorConfig(Section, title="posterior"):
     """Several networks instead of one, for predictions with their uncertainty."""
-
-    title: ClassVar[str] = "posterior"
 
     particles: int = setting("networks that make up the posterior; 1 trains a single one", 1, at_least=1)
     method: str = setting("how they move", "svgd", choices=("svgd", "ensemble", "sgld"))

@@ -54,11 +54,13 @@ class Search:
     def cut(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
         """Before an epoch: cut the ranks if it is time, and end the search when it is over."""
         config, target, size = self.config, self.target, self.parameters
-        every, last = config.compact_every, epoch == config.epochs
+        every, last, floor = config.compact_every, epoch == config.epochs, config.target_accuracy
+        if floor and (metrics is None or "accuracy" not in metrics):
+            raise ConfigError("fit.target_accuracy needs an accuracy among the metrics, as those of classification.")
         if not last and not (every and epoch and epoch >= config.first_cut and not epoch % every):
             return
-        floor, fewest = config.target_accuracy, fewest_parameters(self.subject.template)
-        accurate = metrics is not None and metrics.get("accuracy", 0.0) >= floor if floor else True
+        fewest = fewest_parameters(self.subject.template)
+        accurate = not floor or (metrics or {})["accuracy"] >= floor
         before = copy.deepcopy(self.subject.state()) if config.targets and accurate else None
         self.missed = 0 if accurate else self.missed + 1
         if floor and accurate:
