@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -46,17 +45,6 @@ def test_gradients_are_finite_differences(equation: Equation) -> None:
 
 
 @networks
-def test_scaling_all_cores_and_lambdas_keeps_every_entry_relative_to_its_deviation(equation: Equation) -> None:
-    cores, us = random_network(equation)
-    scaled = density.precisions(equation, [u + math.log(1.7) for u in us])
-    for core, labels, before, after in zip(
-        cores, equation.cores, density.precisions(equation, us), scaled, strict=True
-    ):
-        if set(labels) & set(equation.bonds):
-            torch.testing.assert_close(core.square() * before, (1.7 * core).square() * after, **CLOSE)
-
-
-@networks
 def test_cut_indices_go_on_counting(equation: Equation) -> None:
     """Cutting the first index of two bonds, which is zero, changes the gradient of nothing that is left."""
     cores, us = random_network(equation)
@@ -90,15 +78,6 @@ def test_the_conditional_is_the_density_of_one_bond(equation: Equation) -> None:
         (expected,) = torch.autograd.grad(-log_prob(equation, cores, moved, A, B), u)
         (found,) = torch.autograd.grad(value(u, *terms(equation, cores, us, bond)).sum(), u)
         torch.testing.assert_close(found, expected, **CLOSE)
-
-
-def test_powers_of_the_conditional_follow_the_number_of_bonds() -> None:
-    equation = EQUATIONS["several powers"]  # ax, bxy, cy, yd: y has two cores of its own, and one with x
-    cores, us = random_network(equation)
-    assert [set(terms(equation, cores, us, bond)[1]) for bond in range(2)] == [{2.0, 1.0}, {2.0, 1.0}]
-    equation = EQUATIONS["Tucker"]
-    cores, us = random_network(equation)
-    assert set(terms(equation, cores, us, 0)[1]) == {2.0, 2 / 3}
 
 
 def test_the_gradient_printed_in_the_paper_is_another() -> None:
@@ -148,17 +127,6 @@ def test_sweeps_end_where_no_gradient_is_left(equation: Equation) -> None:
             assert slope.abs().max() < 1e-6
     for own, u in zip(mode, us, strict=True):
         assert own.shape == u.shape
-
-
-def test_gradient_steps_reach_the_same_mode() -> None:
-    equation = EQUATIONS["Tucker"]
-    cores, us = random_network(equation)
-    newton = density.conditional_mode(equation, cores, us, A, B, 1e-9, sweeps=200)
-    step = partial(density.gradient_step, b=B, rate=0.1)
-    linear = density.linear_terms(equation, tuple(core.shape for core in cores), a=A)
-    slow = density.sweep(equation, cores, us, linear, step, 1e-9, sweeps=3000)
-    for fast, other in zip(newton, slow, strict=True):
-        torch.testing.assert_close(fast, other, rtol=1e-5, atol=1e-5)
 
 
 def test_sweeps_start_with_bonds_that_do_not_see_each_other() -> None:

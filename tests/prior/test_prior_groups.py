@@ -153,20 +153,6 @@ def test_a_weight_that_is_not_finite_does_not_touch_the_others(align: bool) -> N
     assert all(map(torch.equal, model.two.cores, broken.cores))
 
 
-def test_small_lambdas_stop_at_the_floor_and_zero_cores_at_the_limit() -> None:
-    model, prior = mixed(floor=0.3)
-    with torch.no_grad():
-        for core in (*model.conv.cores, *model.two.cores):
-            core.zero_()
-    for _ in range(40):
-        prior.step()
-    assert float(model.two.factorized.rank_state.log_lambdas[0].max()) == -density.LIMIT
-    assert all(
-        float(u.min() / u.max()) > 0.3 - 1e-9 for name, us in prior.lambdas().items() for u in us if name != "still"
-    )
-    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
-
-
 def test_cuts_other_precision_and_loading_are_followed() -> None:
     model, prior = mixed()
     saved = copy.deepcopy(model.state_dict())

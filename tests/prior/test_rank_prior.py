@@ -228,7 +228,6 @@ def test_a_normal_prior_is_used_the_same_way() -> None:
         ({"num_data": 10, "start": 1e-20}, r"start must lie between exp\(-30\) and exp\(30\), got 1e-20"),
         ({"num_data": 10, "floor": 1.0}, r"floor is relative .* must lie in \(0, 1\), got 1.0"),
         ({"num_data": 10, "update": "magic"}, "update must be one of .*newton.*, got 'magic'"),
-        ({"num_data": 10, "hold_scale": ["nope"]}, r"hold_scale must name factorised layers, got \['nope'\]"),
     ],
 )
 def test_bad_arguments_are_refused_and_the_model_left_alone(arguments: dict[str, float], message: str) -> None:
