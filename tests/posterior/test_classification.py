@@ -209,12 +209,10 @@ def test_auroc_counts_all_pairs(inside: list[float], outside: list[float]) -> No
     assert found + auroc(torch.tensor(outside), torch.tensor(inside)) == pytest.approx(1.0)
 
 
-def test_bad_scores_are_refused() -> None:
-    good = torch.ones(3)
-    with pytest.raises(ShapeError, match=r"scores_in must have shape \(N,\).*got \(3, 1\).*prediction.epistemic"):
-        auroc(good[:, None], good)
-    with pytest.raises(ConfigError, match="scores_out must be numbers, got 1 NaN of 2"):
-        auroc(good, torch.tensor([1.0, torch.nan]))
+def test_scores_that_are_none_are_refused() -> None:
+    for inside, outside in (([], [1.0]), ([1.0], []), ([1.0], [1.0, math.nan])):
+        with pytest.raises(ConfigError, match="at least one score inside and one outside, and none may be NaN"):
+            auroc(torch.tensor(inside), torch.tensor(outside))
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------

@@ -289,7 +289,8 @@ def test_batch_norm_statistics_are_estimated_again_per_particle() -> None:
             outputs = [conv(x).transpose(0, 1).flatten(1) for x in batches]
         torch.testing.assert_close(norm.running_mean, torch.stack([o.mean(1) for o in outputs]).mean(0))
         torch.testing.assert_close(norm.running_var, torch.stack([o.var(1) for o in outputs]).mean(0))
-    assert posterior.template.get_submodule("1").momentum == nn.BatchNorm2d(1).momentum
+    for network in (posterior.template, posterior.particle(0)):
+        assert network.get_submodule("1").momentum == nn.BatchNorm2d(1).momentum
     assert posterior.template.training
 
 

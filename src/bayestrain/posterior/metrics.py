@@ -74,22 +74,12 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
     >>> auroc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.3, 0.9]))
     0.9166666666666666
     """
-    inside, outside = _checked_scores(scores_in, "scores_in"), _checked_scores(scores_out, "scores_out")
+    inside, outside = (off_mps(scores).double().flatten() for scores in (scores_in, scores_out))
+    if not (len(inside) and len(outside)) or bool(torch.cat([inside, outside.to(inside.device)]).isnan().any()):
+        raise ConfigError("There must be at least one score inside and one outside, and none may be NaN.")
     inside, outside = inside.sort().values, outside.to(inside.device)
     below, up_to = (torch.searchsorted(inside, outside, right=right) for right in (False, True))
     return float((below + up_to).double().mean()) / (2 * len(inside))
-
-
-def _checked_scores(scores: Tensor, what: str) -> Tensor:
-    """Check that there is one score per input and none is NaN; return them in double precision."""
-    if scores.ndim != 1 or len(scores) == 0:
-        raise ShapeError(
-            f"{what} must have shape (N,) with N at least 1, got {tuple(scores.shape)}. "
-            "Pass one number per input, such as prediction.epistemic."
-        )
-    if number := int(scores.isnan().sum()):
-        raise ConfigError(f"{what} must be numbers, got {number} NaN of {len(scores)}. Find out where they come from.")
-    return off_mps(scores).double()
 
 
 def at_temperature(probs: Tensor, temperature: float) -> Tensor:

@@ -112,6 +112,7 @@ class ParticleModel:
         """
         tensors, seen = self._tensors(), 0
         with self.joint.lent() as joint:
+            self.joint.forget_copies()  # this one will have another momentum
             norms = {n: m for n, m in joint.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
             for x in (batch for batch in batches if len(batch)) if norms else ():
                 size, _ = self._sizes(joint.eval(), tensors, Joint.outputs, x, len(x), None)
