@@ -493,7 +493,7 @@ def test_small_networks_take_one_thread_and_leave_the_others_as_they_were() -> N
             assert set(seen) == {wanted}
             assert torch.get_num_threads() == 2
         seen.clear()  # one thread for many particles of a small network, too
-        wide = lambda: nn.Sequential(Look(), nn.Linear(24, 15_000), nn.Linear(15_000, 3))  # noqa: E731
+        wide = lambda: nn.Sequential(Look(24, 24), nn.Linear(24, 15_000), nn.Linear(15_000, 3))  # noqa: E731
         train(wide, tuple(t[:50] for t in TRAIN), epochs=1, particles=4)
         assert set(seen) == {1}
     finally:
