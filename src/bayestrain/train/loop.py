@@ -1,4 +1,8 @@
-"""The loop of `fit`: epochs, records, checkpoints, and what ends a run early."""
+"""The loop of `fit`: epochs, records, checkpoints, and what ends a run early.
+
+The loop knows no device and no process: what is trained hides behind `Network`, the data behind `Batches`, the disk
+behind `RunFolder`. Several processes, or another trainer, replace these.
+"""
 
 from __future__ import annotations
 
