@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayestrain import data
 from bayestrain.app.data import Images
+from paper import augment
 from paper.published import PAPER
 
 Change = Callable[[Tensor], Tensor]
@@ -37,7 +38,7 @@ class PaperData:
 
 def mnist() -> PaperData:
     """MNIST, pixels in [0, 1]; training images shifted by up to one pixel."""
-    return _prepared("mnist", lambda x: data.shift(x, 1, torch.default_generator), normalize=False)
+    return _prepared("mnist", lambda x: augment.shift(x, 1, torch.default_generator), normalize=False)
 
 
 def mnist_plain() -> PaperData:
@@ -67,7 +68,7 @@ def cifar10_beside() -> PaperData:
 
 def cifar10_cutout() -> PaperData:
     """CIFAR-10 as `cifar10`, with a random square of 8 pixels of every training image set to the mean."""
-    return _prepared("cifar10", crop_and_flip, lambda x: data.cutout(x, 8, torch.default_generator))
+    return _prepared("cifar10", crop_and_flip, lambda x: augment.cutout(x, 8, torch.default_generator))
 
 
 def cifar10_cutout_beside() -> PaperData:
@@ -77,7 +78,7 @@ def cifar10_cutout_beside() -> PaperData:
 
 def crop_and_flip(x: Tensor) -> Tensor:
     """Pad by 4 pixels, crop a random window, mirror half of the images."""
-    return data.flip(data.pad_crop(x, 4, torch.default_generator), torch.default_generator)
+    return augment.flip(augment.pad_crop(x, 4, torch.default_generator), torch.default_generator)
 
 
 def shuffled_patches(images: Tensor, side: int = 4, seed: int = 0) -> Tensor:

@@ -36,9 +36,9 @@ def first_of_each_class(labels: bytes, per_class: int) -> list[int]:
     return chosen
 
 
-def make(mnist: Path | None, into: Path) -> list[Path]:
+def make(found: Path, into: Path) -> list[Path]:
     """Write the four files into `into` and return their paths."""
-    found, files = data.get("mnist", mnist), data.SPECS["mnist"].files
+    files = data.SPECS["mnist"].files
     contents = {file.name: file.read(found) for file in files}
     names = [file.name for file in files]  # training images and labels, test images and labels
     written = []
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--mnist", type=Path, help="folder of the official files (default: fetch them)")
     parser.add_argument("--into", type=Path, default=PACKAGE, help="default: the package")
     arguments = parser.parse_args()
-    for path in make(arguments.mnist, arguments.into):
+    for path in make(arguments.mnist or data.get("mnist"), arguments.into):
         print(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name} ({path.stat().st_size} bytes)")
 
 

@@ -101,7 +101,7 @@ def test_bad_mirrors_are_passed_over_and_named(served: tuple[str, Path], tmp_pat
         fetch(FILES, tmp_path / "cache", [NOBODY, {"mirror": f"{url}/short/"}, {"mirror": f"{url}/good/"}, none])
     message = str(caught.value)
     for words in (f"lacks {FILES[0].name}, {FILES[1].name}", "mirror http://127.0.0.1:9/", "refused", f"{url}/short/",
-                  f"must have 10008 bytes and the sha256 {FILES[1].sha256}", "404"):  # fmt: skip
+                  f"its sha256 must be {FILES[1].sha256}", "404"):  # fmt: skip
         assert words in message
     assert names(tmp_path / "cache") == []
 
@@ -194,20 +194,18 @@ def test_what_a_small_file_unpacks_to_is_limited(served: tuple[str, Path], tmp_p
     tracemalloc.stop()
 
 
-def test_truncated_and_foreign_files_are_told_apart(tmp_path: Path) -> None:
+def test_other_content_is_refused(tmp_path: Path) -> None:
     file = FILES[3]
-    content = file.read(MINI)
-    (tmp_path / file.name).write_bytes(content[:-1])
-    with pytest.raises(DataError, match=r"is truncated to 2007 bytes: .* must have 2008 bytes"):
-        file.read(tmp_path)
-    for wrong in (content + b"!", content[:-1] + b"!"):
-        (tmp_path / file.name).write_bytes(wrong)
-        with pytest.raises(DataError, match=r"is not the published file: .* 2008 bytes and the sha256 b547e4"):
+    content, packed = file.read(MINI), (MINI / f"{file.name}.gz").read_bytes()
+    raw, short = tmp_path / file.name, tmp_path / f"{file.name}.gz"
+    for wrong in (content[:-1], content + b"!", content[:-1] + b"!"):
+        raw.write_bytes(wrong)
+        with pytest.raises(DataError, match="is not the published file: its sha256 must be b547e4"):
             file.read(tmp_path)
-    (tmp_path / file.name).unlink()
-    for damaged in ((MINI / f"{file.name}.gz").read_bytes()[:-400], b"no gzip"):
-        (tmp_path / f"{file.name}.gz").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"is damaged: .* fetch it again"):
+    raw.unlink()
+    for damaged in (packed[:-400], b"no gzip"):
+        short.write_bytes(damaged)
+        with pytest.raises(DataError, match="is damaged: "):
             file.read(tmp_path)
 
 
@@ -215,23 +213,11 @@ def test_without_any_source_the_error_lists_files_and_place(tmp_path: Path, monk
     monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     with pytest.raises(DataError) as caught:
-        data.load("cifar10", folder=tmp_path)
+        data.load("cifar10")
     place = tmp_path / "cache" / "cifar10"
-    for words in ("colour photographs: not on this machine", f"put them into {place} or into any other folder",
+    for words in ("colour photographs: not on this machine", f"put them into {place}:",
                   "test_batch.bin (30730000 bytes, sha256 8e2eb146"):  # fmt: skip
         assert words in str(caught.value)
-
-
-def test_a_named_folder_must_exist_and_be_whole(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere is not a folder\. Download these files"):
-        data.load("mnist", folder=tmp_path / "nowhere")
-    for file in FILES:
-        shutil.copy(MINI / f"{file.name}.gz", tmp_path)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is truncated to 7840016 bytes"):
-        data.load("mnist", folder=tmp_path)  # digits, but not all of them
-    (tmp_path / f"{FILES[0].name}.gz").unlink()
-    with pytest.raises(DataError, match=f"has no {FILES[0].name}"):
-        data.load("mnist", folder=tmp_path)
 
 
 def test_unknown_names_and_a_cache_that_cannot_be_written(served: tuple[str, Path], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_wrong_tensors_are_refused() -> None:
     good = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
     with pytest.raises(DataError, match=r"images must be uint8 \(N, C, H, W\), not torch.float32 \(2, 1, 4, 4\)"):
         data.Images(good.float(), torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"labels must be int64 \(2,\), one per image, not torch.int64 \(3,\)"):
+    with pytest.raises(DataError, match=r"labels must be int64 \(2,\), not torch.int64 \(3,\)"):
         data.Images(good, torch.zeros(3, dtype=torch.int64))
 
 

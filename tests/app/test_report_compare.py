@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from statistics import mean, stdev
 
 import pytest
-from run_folders import edit, load, unfinished, write_run
+from run_folders import edit, unfinished, write_run
 
 from bayestrain.app.report import write_comparison, write_report
 from bayestrain.app.report.compare import verdict
 from bayestrain.app.report.read import Run, read_run
-from bayestrain.app.report.words import percent
 from bayestrain.errors import DataError
 
 
@@ -40,18 +38,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert 'href="../a/report.html"' in source
     assert 'href="../b/report.html"' not in source
     assert "features.conv 6, 9, 3 6, 9, 3" in text
-    assert "mean over seeds" not in text
     assert source.count("<img") == 1
-
-
-def test_runs_that_differ_in_their_seed_have_a_mean(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / f"seed-{seed}", seed=seed) for seed in range(3)]
-    _, text = compared(tmp_path, *folders)
-    accuracies = [load(folder / "result.json")["metrics"]["accuracy"] for folder in folders]
-    assert "Settings that differ" not in text
-    assert f"mean over seeds 3,650 31.1× {percent(mean(accuracies))}" in text
-    assert f"standard deviation 0 0× {percent(stdev(accuracies))}" in text
-    assert all(f"{folder.name} 3,650 31.1×" in text for folder in folders)
 
 
 def test_the_best_run_and_the_smallest_that_comes_close(tmp_path: Path) -> None:
@@ -67,7 +54,7 @@ def test_a_low_rmse_is_best(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, "regression", name=name) for name in ("good", "bad")]
     for run, rmse in zip(runs, (0.2, 0.4), strict=True):
         edit(run, metrics={"rmse": rmse})
-    assert verdict(named(good=runs[0], bad=runs[1])) == "good has the best RMSE, 0.200, with 3,650 parameters."
+    assert verdict(named(good=runs[0], bad=runs[1])) == "good has the best rmse, 0.200, with 3,650 parameters."
 
 
 def test_different_tasks_and_unfinished_runs_are_not_ranked(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,10 +30,9 @@ def list_data() -> None:
 @data_app.command("get")
 def get_data(
     name: Annotated[str, typer.Argument(help="One of those that [bold]bayestrain data list[/] shows.")],
-    folder: Annotated[Path | None, typer.Option(help="A folder that may already hold it.", metavar="DIR")] = None,
 ) -> None:
     """Download a data set unless it is on this machine, compare its checksums, and print its folder."""
     from bayestrain.app import data
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(data.get(name, folder))
+    print(data.get(name))

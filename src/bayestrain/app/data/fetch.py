@@ -57,14 +57,10 @@ class File:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
                 content = stream.read(self.size + 1)  # one more byte reveals a longer file, whatever it unpacks to
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is damaged: {error}. Remove it, and fetch it again") from error
+            raise DataError(f"{path} is damaged: {error}") from error
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != self.sha256:
-            fault = f"truncated to {len(content)} bytes" if len(content) < self.size else "not the published file"
-            raise DataError(
-                f"{path} is {fault}: its content must have {self.size} bytes and the sha256 {self.sha256}, not "
-                f"{sha256}. Remove it, and fetch it again"
-            )
+            raise DataError(f"{path} is not the published file: its sha256 must be {self.sha256}, not {sha256}")
         return content
 
 
@@ -82,20 +78,17 @@ class Spec:
     citation: str
     homepage: str
     sources: tuple[dict[str, str], ...] = ()
-    subfolders: tuple[str, ...] = ()
     embedded: str = ""
 
 
-def _read() -> dict[str, Spec]:
-    specs = {}
-    for name, entry in tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")).items():
-        files = tuple(File(**file) for file in entry.pop("files"))
-        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
-        specs[name] = Spec(name=name, files=files, **fields)
-    return specs
+def _read(name: str, entry: dict[str, Any]) -> Spec:
+    files = tuple(File(**file) for file in entry.pop("files"))
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+    return Spec(name=name, files=files, **fields)
 
 
-SPECS = _read()
+CATALOG = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
+SPECS = {name: _read(name, entry) for name, entry in CATALOG.items()}
 """All data sets by name."""
 
 
@@ -118,32 +111,30 @@ def home(spec: Spec) -> Path:
     return Path(__file__).parent / spec.embedded if spec.embedded else cache_folder() / spec.name
 
 
-def get(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Make sure that the data set `name` is on this machine with the right checksums, and return its folder.
-
-    Its files are looked for in `folder`, if given, and in the cache, then downloaded into the cache. A `folder` that
-    holds any of them must hold all of them intact.
-    """
+def get(name: str) -> Path:
+    """Make sure that the data set `name` is on this machine with the right checksums, and return its folder."""
     spec = find_spec(name)
-    if folder is not None:
-        named = Path(folder).expanduser()
-        if not named.is_dir():
-            raise DataError(f"{named} is not a folder. {_by_hand(spec, named)}")
-        for place in (*(named / subfolder for subfolder in spec.subfolders), named):
-            if any(file.find(place) for file in spec.files):
-                for file in spec.files:
-                    file.read(place)
-                return place
+    place = home(spec)
     try:
-        fetch(spec.files, home(spec), spec.sources)
+        fetch(spec.files, place, spec.sources)
     except DataError as error:
-        raise DataError(f"{spec.title}: not on this machine.\n{error}\n{_by_hand(spec, home(spec))}") from error
-    return home(spec)
+        files = "\n".join(f"  {file.name} ({file.size} bytes, sha256 {file.sha256})" for file in spec.files)
+        raise DataError(
+            f"{spec.title}: not on this machine.\n{error}\nDownload these files, raw or as .gz, from {spec.homepage} "
+            f"and put them into {place}:\n{files}"
+        ) from error
+    return place
 
 
 def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> None:
-    """Make `folder` hold all of `files` intact: missing ones come from the first source that has them all."""
-    missing = [file for file in files if not _intact(file, folder)]
+    """Bring `folder` to hold all of `files` intact: what is missing comes from the first source that has all of it."""
+    missing = []
+    for file in files:
+        try:
+            file.read(folder)
+        except DataError as error:
+            missing.append(file)
+            log.debug("%s", error)
     if not missing:
         return
     failures = []
@@ -171,14 +162,6 @@ def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> Non
     raise DataError(f"{folder} lacks {', '.join(file.name for file in missing)}. Sources tried:\n{tried}")
 
 
-def _intact(file: File, folder: Path) -> bool:
-    try:
-        return file.find(folder) is not None and bool(file.read(folder))
-    except DataError as error:
-        log.warning("%s", error)
-        return False
-
-
 def _deliver(source: Source, names: Sequence[str], into: Path) -> None:
     """Put each of `names` into the folder `into`, raw or as .gz; pooch compares the checksum of an archive first."""
     import pooch
@@ -200,12 +183,3 @@ def _deliver(source: Source, names: Sequence[str], into: Path) -> None:
                 if member.size > LARGEST:
                     raise DataError(f"{name} is larger than the published file can be")
                 (into / name).write_bytes(stream.read())
-
-
-def _by_hand(spec: Spec, folder: Path) -> str:
-    """What to download by hand, and where to put it."""
-    return (
-        f"Download these files, raw or as .gz, from {spec.homepage}, put them into {folder} or into any other folder, "
-        "and pass that as folder.\n"
-        + "\n".join(f"  {file.name} ({file.size} bytes, sha256 {file.sha256})" for file in spec.files)
-    )

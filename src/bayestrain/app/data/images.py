@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,16 +22,14 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     Indexing returns (float image in [0, 1], label), so an ordinary `DataLoader` works. `batches` returns whole batches
     without touching single images in Python. It applies `augment` to them, a function of float images such as
-    ``lambda x: flip(shift(x, 1))``; on a GPU that is given several batches at once.
+    ``lambda x: x.flip(3)``; on a GPU that is given several batches at once.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(f"images must be uint8 (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-            raise DataError(
-                f"labels must be int64 ({len(images)},), one per image, not {labels.dtype} {tuple(labels.shape)}"
-            )
+            raise DataError(f"labels must be int64 ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
         self.images = images
         self.labels = labels
         self.augment = augment
@@ -129,11 +126,10 @@ class Splits:
         return (images - mean) / std
 
 
-def load(name: str, folder: str | os.PathLike[str] | None = None) -> Splits:
+def load(name: str) -> Splits:
     """Load the data set `name`: "mnist-mini", "mnist", "fashion-mnist" or "cifar10".
 
-    "mnist-mini" ships with BayesTrain. `get` looks for the others and fetches them if necessary; their checksums are
-    compared each time.
+    "mnist-mini" ships with BayesTrain; the others are downloaded at their first use. Checksums are always compared.
 
     >>> digits = load("mnist-mini")
     >>> digits.train
@@ -142,7 +138,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None) -> Splits:
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))
     """
-    place, spec = get(name, folder), find_spec(name)
+    place, spec = get(name), find_spec(name)
     contents = [file.read(place) for file in spec.files]
     if name == "cifar10":
         batches = [cifar_batch(content) for content in contents]

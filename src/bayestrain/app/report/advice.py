@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from bayestrain.app.report.certainty import covered
-from bayestrain.app.report.read import Classes, Run, Values
+from bayestrain.app.report.certainty import confidence, covered, right
+from bayestrain.app.report.read import Run
 from bayestrain.app.report.words import join, number, percent, plural
 
 AT_MAXIMUM = 0.25
@@ -87,12 +87,12 @@ def _certainty(run: Run) -> Iterator[str]:
         remedy += f"{percent(ece, 1)} to {percent(calibrated['ece'], 1)}"
     elif calibrated:
         remedy = "a temperature fitted on validation data does not help; check that they resemble the test data"
-    if isinstance(found, Classes):
-        promised, kept = float(found.confidence.mean()), float(found.right.mean())
+    if "labels" in found:
+        promised, kept = float(confidence(found).mean()), float(right(found).mean())
         if abs(promised - kept) > MISCALIBRATED:
             claim = "overconfident" if promised > kept else "underconfident"
             yield f"It is {claim} ({percent(promised, 1)} sure on average, {percent(kept, 1)} right): {remedy}."
-    if isinstance(found, Values) and not 0.83 <= (held := covered(found, 0.9)) <= 0.97:
+    if "mean" in found and not 0.83 <= (held := covered(found, 0.9)) <= 0.97:
         claim = "narrow" if held < 0.9 else "wide"
         yield f"Its intervals are too {claim} (those of 90% hold {percent(held, 1)} of the true values): {remedy}."
     alone, together = posterior.get("mean_log_likelihood"), metrics.get("log_likelihood")

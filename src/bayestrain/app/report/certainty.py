@@ -2,13 +2,14 @@
 
 import base64
 import io
+from collections.abc import Mapping
 from statistics import NormalDist
 
 import numpy as np
 from PIL import Image
 
 from bayestrain.app.report.plots import BLUE, GREY, INK, ORANGE, Plot, finish, new, percents
-from bayestrain.app.report.read import Array, Classes, Run, Values
+from bayestrain.app.report.read import Array, Run
 from bayestrain.app.report.words import percent
 
 BINS = 15
@@ -16,51 +17,59 @@ SHOWN = 14
 """How many of the hardest inputs a page shows."""
 
 
+Arrays = Mapping[str, Array]
+
+
 def certainty_plots(run: Run) -> list[Plot]:
     found = run.predictions
-    if isinstance(found, Classes):
+    if "labels" in found:
         return [_reliability(found), _rejection(found), *_sources(found)]
-    return [] if found is None else [_fit(found), _coverage(found), *_sources(found)]
+    return [_fit(found), _coverage(found), *_sources(found)] if found else []
 
 
-def reliability(found: Classes) -> tuple[list[tuple[float, float, int]], float]:
-    """(mean confidence, accuracy, inputs) of every bin that is not empty, and the expected calibration error."""
-    confidence, right = found.confidence, found.right
-    places = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    inside = [places == place for place in range(BINS)]
-    bins = [(float(confidence[i].mean()), float(right[i].mean()), int(i.sum())) for i in inside if i.any()]
-    return bins, sum(n * abs(promised - kept) for promised, kept, n in bins) / len(right)
+def confidence(found: Arrays) -> Array:
+    """The probability of the likeliest class."""
+    return np.asarray(found["probabilities"].max(1))
 
 
-def covered(found: Values, share: float) -> float:
+def right(found: Arrays) -> Array:
+    """Whether the likeliest class is the true one."""
+    return np.asarray(found["probabilities"].argmax(1) == found["labels"])
+
+
+def errors(found: Arrays) -> Array:
+    """Errors of values in units of the predicted standard deviation."""
+    return np.asarray((found["targets"] - found["mean"]) / np.maximum(found["std"], 1e-30))
+
+
+def covered(found: Arrays, share: float) -> float:
     """Part of the targets inside the central interval that should hold this share of them."""
-    return float((np.abs(found.z) <= NormalDist().inv_cdf((1 + share) / 2)).mean())
+    return float((np.abs(errors(found)) <= NormalDist().inv_cdf((1 + share) / 2)).mean())
 
 
-def _reliability(found: Classes) -> Plot:
-    bins, _ = reliability(found)
-    figure, (axes, below) = new(3.5, 2, height_ratios=[3, 1], sharex=True)
-    promised, kept, numbers = zip(*bins, strict=True)
+def _reliability(found: Arrays) -> Plot:
+    sure, hit = confidence(found), right(found)
+    places = np.minimum((sure * BINS).astype(int), BINS - 1)
+    inside = [places == place for place in range(BINS) if (places == place).any()]
+    figure, (axes,) = new(3.5)
     axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
-    axes.plot(promised, kept, "-", color=BLUE, linewidth=1)
-    axes.scatter(promised, kept, [12 if n < 10 else 36 for n in numbers], BLUE)
+    axes.plot([sure[i].mean() for i in inside], [hit[i].mean() for i in inside], "-", color=BLUE, linewidth=1)
+    for i in inside:
+        axes.plot(sure[i].mean(), hit[i].mean(), "o", color=BLUE, markersize=3 if i.sum() < 10 else 6)
+    axes.set_xlabel("confidence (%)")
     axes.set_ylabel("accuracy (%)")
-    below.hist(found.confidence, BINS, range=(0, 1), color=GREY)
-    below.set_ylabel("inputs")
-    below.set_xlabel("confidence (%)")
     percents(axes.xaxis, axes.yaxis)
     caption = "On the dotted line, answers given with 90% confidence are right 90% of the time. Points below it are "
-    caption += "overconfident. Small points stand for fewer than 10 inputs."
-    return finish(figure, "Reliability", caption)
+    return finish(figure, "Reliability", caption + "overconfident. Small points stand for fewer than 10 inputs.")
 
 
-def _rejection(found: Classes) -> Plot:
-    right = found.right[np.argsort(found.total, kind="stable")]
-    accuracy = np.cumsum(right) / np.arange(1, len(right) + 1)
-    shown = np.unique(np.linspace(max(len(right) // 10, 1) - 1, len(right) - 1, 150).astype(int))
-    at_90 = float(accuracy[max(round(0.9 * len(right)), 1) - 1])
+def _rejection(found: Arrays) -> Plot:
+    hit = right(found)[np.argsort(found["total"], kind="stable")]
+    accuracy = np.cumsum(hit) / np.arange(1, len(hit) + 1)
+    shown = np.unique(np.linspace(max(len(hit) // 10, 1) - 1, len(hit) - 1, 150).astype(int))
+    at_90 = float(accuracy[max(round(0.9 * len(hit)), 1) - 1])
     figure, (axes,) = new(3.5)
-    axes.plot((shown + 1) / len(right), accuracy[shown], color=BLUE)
+    axes.plot((shown + 1) / len(hit), accuracy[shown], color=BLUE)
     percents(axes.xaxis, axes.yaxis)
     axes.set_xlabel("inputs answered, most certain first (%)")
     axes.set_ylabel("accuracy on them (%)")
@@ -69,14 +78,16 @@ def _rejection(found: Classes) -> Plot:
     return finish(figure, "Accuracy if it may abstain", caption)
 
 
-def _sources(found: Classes | Values) -> list[Plot]:
+def _sources(found: Arrays) -> list[Plot]:
     """Aleatoric against epistemic uncertainty; a single network has no epistemic part."""
-    if not found.epistemic.any():
+    if not found["epistemic"].any():
         return []
-    parts = (found.aleatoric.ravel(), found.epistemic.ravel())
+    parts = (found["aleatoric"].ravel(), found["epistemic"].ravel())
     share = float(parts[1].sum() / (parts[0].sum() + parts[1].sum()))
-    good, names, unit = (found.right, ("right", "wrong"), "nats") if isinstance(found, Classes) else (
-        np.abs(found.z).ravel() < 1.645, ("in the 90% interval", "outside"), "variance")  # fmt: skip
+    if "mean" in found:
+        good, names, unit = np.abs(errors(found)).ravel() < 1.645, ("in the 90% interval", "outside"), "variance"
+    else:
+        good, names, unit = right(found), ("right", "wrong"), "nats"
     figure, (axes,) = new(3.5)
     for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):
         places = _spread(np.flatnonzero(inside), 600)
@@ -91,11 +102,11 @@ def _sources(found: Classes | Values) -> list[Plot]:
     return [finish(figure, "Where uncertainty comes from", caption)]
 
 
-def _fit(found: Values) -> Plot:
-    outputs = min(found.mean.shape[1], 3)
+def _fit(found: Arrays) -> Plot:
+    outputs = min(found["mean"].shape[1], 3)
     figure, all_axes = new(0.4 + 3.3 * outputs, outputs)
     for column, axes in enumerate(all_axes):
-        target, mean, std = (values[:, column] for values in (found.targets, found.mean, found.std))
+        target, mean, std = (found[name][:, column] for name in ("targets", "mean", "std"))
         places, ends = _spread(np.argsort(target, kind="stable"), 200), [float(target.min()), float(target.max())]
         axes.errorbar(target[places], mean[places], 1.645 * std[places], fmt="o", color=BLUE, ecolor=GREY, markersize=3,
                       elinewidth=0.8)  # fmt: skip
@@ -103,12 +114,12 @@ def _fit(found: Values) -> Plot:
         axes.set_xlabel("true value" if outputs == 1 else f"true value of output {column + 1}")
         axes.set_ylabel("predicted")
     caption = "With 90% intervals; on the dotted line the prediction is exact."
-    if len(found.mean) > 200:
-        caption += f" 200 of the {len(found.mean):,} inputs are shown, spread evenly over the true values."
+    if len(found["mean"]) > 200:
+        caption += f" 200 of the {len(found['mean']):,} inputs are shown, spread evenly over the true values."
     return finish(figure, "Predicted and true values", caption)
 
 
-def _coverage(found: Values) -> Plot:
+def _coverage(found: Arrays) -> Plot:
     shares = np.linspace(0.05, 0.99, 40)
     figure, (axes,) = new(3.7)
     axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)

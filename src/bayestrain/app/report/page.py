@@ -13,7 +13,7 @@ import numpy as np
 from bayestrain.app.report import certainty
 from bayestrain.app.report import plots as draw
 from bayestrain.app.report.advice import advice
-from bayestrain.app.report.read import Classes, Run, Values, read_run, reading
+from bayestrain.app.report.read import Run, read_run, reading
 from bayestrain.app.report.words import count, duration, join, number, percent, plural, ratio
 from bayestrain.files import write_atomically
 
@@ -50,7 +50,7 @@ def write_report(folder: Path | str) -> Path:
     notices = [] if run.result else ["This run is unfinished: the page shows what it has written so far."]
     with reading(Path(folder)), draw.style():
         training = Section("Training", (), draw.training_plots(run))
-        sections = [_ranks(run), _spectra(run), training, _certainty(run), _particles(run)]
+        sections = [_ranks(run), _spectra(run), training, _certainty(run)]
         html = render(
             "run.html.j2", title=run.name, lead=_lead(run), notices=notices, tiles=tiles(run), advice=advice(run),
             sections=sections, command=run.environment.get("command"), config=run.config_text,
@@ -83,7 +83,7 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
         found.append((f"Accuracy ({which})", percent(scores["accuracy"]), [note]))
     if "rmse" in scores:
         note = f"validation {number(held['rmse'])}" if "rmse" in held else ""
-        spread = number(float(values.targets.std())) if isinstance(values, Values) else ""
+        spread = number(float(values["targets"].std())) if "mean" in values else ""
         std = f"the targets have a standard deviation of {spread}" if spread else ""
         found.append((f"RMSE ({which})", number(scores["rmse"]), [std, note]))
     if "log_likelihood" in scores:
@@ -95,7 +95,7 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
         if at and posterior.get("uncalibrated"):  # its predictions have the temperature already
             note = f"at temperature {at:.2f}; {percent(posterior['uncalibrated'].get('ece'))} without"
         found.append(("Calibration error", percent(scores["ece"]), [note]))
-    if isinstance(values, Values):
+    if "mean" in values:
         share = percent(certainty.covered(values, 0.9), 1)
         found.append(("In the 90% interval", share, ["of the true values"]))
     if run.result:
@@ -126,7 +126,7 @@ def _ranks(run: Run) -> Section:
     ]  # fmt: skip
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
     tables = [Table(f"Layers ({len(rows)})", header, rows)] if rows else []
-    return Section("Ranks and size" if layers else "Size", texts, [*draw.rank_plot(run), *draw.size_plot(run)], tables)
+    return Section("Ranks and size" if layers else "Size", texts, draw.rank_plot(run), tables)
 
 
 def _spectra(run: Run) -> Section:
@@ -147,38 +147,36 @@ def _certainty(run: Run) -> Section:
     if ood:
         texts.append(f"Uncertainty separates out-of-distribution data ({ood['name']}) from test data with an AUROC of "
                      f"{number(ood['auroc'])}.")  # fmt: skip
-    if isinstance(found, Classes) and found.inputs is not None:
-        pictures = [_picture(run, found, place) for place in range(min(len(found.hardest), most))]
-    elif isinstance(found, Classes):
+    if "hardest_inputs" in found:
+        pictures = [_picture(run, place) for place in range(min(len(found["hardest"]), most))]
+    elif "labels" in found:
+        for k in found["hardest"][:most].tolist():
+            p, label = found["probabilities"][k], int(found["labels"][k])
+            answer = run.class_name(int(p.argmax()))
+            rows.append((str(k), run.class_name(label), answer, percent(float(p.max()), 1), number(found["total"][k])))
         header = ("input", "true class", "answer", "probability", "uncertainty (nats)")
-        for k in found.hardest[:most].tolist():
-            truth, answer = (run.class_name(int(label)) for label in (found.labels[k], found.probabilities[k].argmax()))
-            rows.append((str(k), truth, answer, percent(float(found.confidence[k]), 1), number(float(found.total[k]))))
-    elif found is not None:
-        header, outputs = ("input", "true value", "predicted", "std", "error / std"), found.mean.shape[1]
-        for k in np.argsort(-np.abs(found.z).ravel(), kind="stable")[:most].tolist():
+        tables = [Table("The most uncertain test inputs", header, rows)]
+    elif found:
+        z, outputs = certainty.errors(found), found["mean"].shape[1]
+        for k in np.argsort(-np.abs(z).ravel(), kind="stable")[:most].tolist():
             name = f"{k // outputs}" + (f", output {k % outputs + 1}" if outputs > 1 else "")
-            columns = (found.targets, found.mean, found.std, found.z)
+            columns = (found["targets"], found["mean"], found["std"], z)
             rows.append((name, *(number(float(values.ravel()[k])) for values in columns)))
-    if rows:
-        title = "The most uncertain test inputs" if isinstance(found, Classes) else "The most surprising test inputs"
-        tables = [Table(title, header, rows)]
+        header = ("input", "true value", "predicted", "std", "error / std")
+        tables = [Table("The most surprising test inputs", header, rows)]
+    if facts := run.posterior.get("diagnostics"):
+        rows = [(name.replace("_", " "), number(value)) for name, value in facts.items()]
+        tables.append(Table("Diagnostics of the particles", ("diagnostic", "value"), rows))
     return Section("Certainty", texts, certainty.certainty_plots(run), tables, pictures)
 
 
-def _picture(run: Run, found: Classes, place: int) -> dict[str, Any]:
+def _picture(run: Run, place: int) -> dict[str, Any]:
     """One of the hardest inputs with its likeliest three classes, the true one among them."""
-    index = int(found.hardest[place])
-    probabilities, truth = found.probabilities[index], int(found.labels[index])
-    order = np.argsort(-probabilities, kind="stable").tolist()
+    found = run.predictions
+    index = int(found["hardest"][place])
+    p, truth = found["probabilities"][index], int(found["labels"][index])
+    order = np.argsort(-p, kind="stable").tolist()
     top = order[:3] if truth in order[:3] else [*order[:2], truth]
-    guesses = [(run.class_name(label), percent(float(probabilities[label]), 0), label == truth) for label in top]
-    source = certainty.picture(found.inputs[place]) if found.inputs is not None else ""
-    name = run.class_name(truth)
+    guesses = [(run.class_name(label), percent(float(p[label]), 0), label == truth) for label in top]
+    source, name = certainty.picture(found["hardest_inputs"][place]), run.class_name(truth)
     return {"index": index, "truth": name, "right": order[0] == truth, "guesses": guesses, "source": source}
-
-
-def _particles(run: Run) -> Section:
-    facts = [(name.replace("_", " "), number(value)) for name, value in run.posterior.get("diagnostics", {}).items()]
-    tables = [Table("Diagnostics at the end", ("diagnostic", "value"), facts)] if facts else []
-    return Section("Particles", (), (), tables)

@@ -6,7 +6,7 @@ As an image a figure cannot leak matplotlib's ids and styles into the page, and 
 import base64
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from bayestrain.app.report.read import Run
-from bayestrain.app.report.words import ratio, short_count, short_name
+from bayestrain.app.report.words import short_count, short_name
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
 """After Okabe and Ito: colours that colour-blind readers can tell apart."""
 WIDTH = 4.0
 """Inches: narrow enough that a phone shows the text at nearly its natural size."""
-FEW_BONDS, FEW_LAYERS, MANY_LAYERS = 30, 6, 24
+FEW_BONDS, FEW_LAYERS = 30, 6
 
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "bayestrain", "text.parse_math": False, "font.size": 9.5,
@@ -44,8 +44,6 @@ class Plot:
     title: str
     caption: str
     source: str
-    width: int
-    height: int
 
 
 @contextmanager
@@ -64,9 +62,8 @@ def new(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple
 def finish(figure: Figure, title: str, caption: str) -> Plot:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    width, height = (round(96 * size) for size in figure.get_size_inches())
     source = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    return Plot(title, caption, source, width, height)
+    return Plot(title, caption, source)
 
 
 def percents(*axes: Axis) -> None:
@@ -80,14 +77,6 @@ def log_axis(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(numticks=5))
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value) if value >= 1 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def rows(axes: Axes, names: Sequence[str]) -> None:
-    """One named row after the other, from the top."""
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
 
 
 def rank_plot(run: Run) -> list[Plot]:
@@ -120,26 +109,6 @@ def rank_plot(run: Run) -> list[Plot]:
     return [finish(figure, "Ranks over the epochs", caption)]
 
 
-def size_plot(run: Run) -> list[Plot]:
-    """Parameters of the largest layers: dense, at the start, now."""
-    shown = sorted((x for x in run.layers if x.ratio), key=lambda layer: -layer.sizes["dense"])[:MANY_LAYERS]
-    if not shown:
-        return []
-    figure, (axes,) = new(0.9 + 0.28 * len(shown))
-    for row, layer in enumerate(shown):
-        dense, now = layer.sizes["dense"], layer.sizes["now"]
-        axes.plot([now, dense], [row, row], color=GREY, linewidth=1.2, zorder=1)
-        axes.plot(dense, row, "o", color=GREY, markersize=6, label="" if row else "dense")
-        axes.plot(layer.sizes.get("start", dense), row, "|", color=INK, markersize=10, label="" if row else "start")
-        axes.plot(now, row, "D", color=BLUE, markersize=5.5, label="" if row else "now")
-        axes.text(1.02, row, ratio(layer.ratio), transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
-    log_axis(axes.xaxis)
-    rows(axes, [short_name(layer.name) for layer in shown])
-    axes.set_xlabel("parameters (log scale)")
-    figure.legend(loc="outside upper left", ncols=3, columnspacing=1.0, handletextpad=0.2)
-    return [finish(figure, "Parameters per layer", "On the right, how many times smaller than dense each layer is.")]
-
-
 def spectrum_plots(run: Run) -> list[Plot]:
     """What every bond held before the final cut, and how much of it was kept; only the largest layers of many."""
     known = sorted((x for x in run.layers if x.spectrum), key=lambda layer: -layer.sizes.get("dense", 0))
@@ -148,9 +117,11 @@ def spectrum_plots(run: Run) -> list[Plot]:
         figure, (axes,) = new(2.6)
         for bond, (values, kept) in enumerate(layer.spectrum):
             relative, places = np.maximum(values / max(values.max(), 1e-30), 1e-8), np.arange(1, len(values) + 1)
-            label, colour = f"bond {bond + 1}: {kept} of {len(values)} kept", SERIES[bond % 6]
-            axes.plot(places[:kept], relative[:kept], "o-", color=colour, markersize=4, linewidth=0.8, label=label)
-            axes.plot(places[kept:], relative[kept:], "x", color=colour, markersize=4)
+            style: Any = {"color": SERIES[bond % 6], "markersize": 4, "linewidth": 0.8}
+            axes.plot(
+                places[:kept], relative[:kept], "o-", **style, label=f"bond {bond + 1}: {kept} of {len(values)} kept"
+            )
+            axes.plot(places[kept:], relative[kept:], "x", **style)
         log_axis(axes.yaxis)
         axes.set_ylim(min(axes.get_ylim()[0], 0.05), 2)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -192,13 +163,11 @@ def _curves(
     figure, all_axes = new(1.1 + 1.5 * len(found), len(found), sharex=True)
     for axes, (label, lines) in zip(all_axes, found.items(), strict=True):
         for place, (name, path) in enumerate(lines.items()):
-            axes.plot(*zip(*path, strict=True), linestyle="--" if place else "-", color=SERIES[place % 6], label=name)
+            axes.plot(*zip(*path, strict=True), linestyle="--" if place else "-", color=SERIES[place], label=name)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.set_ylabel(label)
         if ticks:
             axes.yaxis.set_major_formatter(FuncFormatter(ticks))
-        if ticks is short_count:
-            axes.set_ylim(bottom=0)
     _epochs(all_axes, run)
     if max(map(len, found.values())) > 1:
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2, handlelength=1.8)

@@ -45,55 +45,18 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Uncertainty:
-    """Of N test inputs: entropies in nats for classes, variances for values. One network has no epistemic part."""
-
-    aleatoric: Array
-    epistemic: Array
-
-
-@dataclass(frozen=True)
-class Classes(Uncertainty):
-    """Predicted class probabilities and true labels; `hardest` are the most uncertain inputs, `inputs` their pixels."""
-
-    total: Array
-    probabilities: Array
-    labels: Array
-    hardest: Array
-    inputs: Array | None
-
-    @property
-    def confidence(self) -> Array:
-        return np.asarray(self.probabilities.max(1))
-
-    @property
-    def right(self) -> Array:
-        return np.asarray(self.probabilities.argmax(1) == self.labels)
-
-
-@dataclass(frozen=True)
-class Values(Uncertainty):
-    """Predicted and true values, one column per output."""
-
-    mean: Array
-    std: Array
-    targets: Array
-
-    @property
-    def z(self) -> Array:
-        """Errors in units of the predicted standard deviation."""
-        return np.asarray((self.targets - self.mean) / np.maximum(self.std, 1e-30))
-
-
-@dataclass(frozen=True)
 class Run:
-    """What the files of a run folder say; `result` is empty while the run is unfinished."""
+    """What the files of a run folder say; `result` is empty while the run is unfinished.
+
+    `predictions` are arrays over the test inputs: "probabilities" and "labels" of classes, or "mean", "std" and
+    "targets" of values, with "aleatoric" and "epistemic" uncertainty.
+    """
 
     folder: Path
     result: Json
     history: list[Json]
     layers: list[Layer]
-    predictions: Classes | Values | None
+    predictions: Mapping[str, Array]
     config: Json
     config_text: str
     environment: Json
@@ -161,7 +124,7 @@ def read_run(folder: Path) -> Run:
             for name, about in (cut.get("layers") or {}).items()
         }
     with reading(folder / "predictions.safetensors") as path:
-        predictions = _predictions(load_file(path)) if path.is_file() else None
+        predictions = _predictions(path)
     with reading(folder / "result.json"):
         run = Run(folder, result, history, _layers(result, history, spectra), predictions, config, text, environment)
         if run.parameters < 1 or not all(isinstance(v, float | int) for v in run.scores("metrics").values()):
@@ -228,17 +191,16 @@ def _layers(result: Json, history: list[Json], spectra: Mapping[str, Any]) -> li
     return layers
 
 
-def _predictions(tensors: Mapping[str, Array]) -> Classes | Values:
+def _predictions(path: Path) -> dict[str, Array]:
+    """Arrays in double precision; those of values have a column per output."""
+    tensors = load_file(path) if path.is_file() else {}
     found = {name: t.astype(np.float64) if t.dtype.kind == "f" else t for name, t in tensors.items()}
-    names = ("aleatoric", "epistemic", *(("total", "labels") if "labels" in found else ("mean", "std", "targets")))
-    kept = {name: found[name] for name in names}
-    if len({values.shape for values in kept.values()}) > 1:
-        raise ValueError("its tensors have different shapes")
-    if "labels" not in found:
-        return Values(**{name: values.reshape(len(values), -1) for name, values in kept.items()})
-    return Classes(
-        **kept, probabilities=found["probabilities"], hardest=found["hardest"], inputs=tensors.get("hardest_inputs")
-    )
+    if "mean" in found:
+        found = {name: values.reshape(len(values), -1) for name, values in found.items()}
+    names = [name for name in ("aleatoric", "epistemic", "labels", "mean", "std", "targets") if name in found]
+    if found and (len(names) < 3 or len({found[name].shape for name in names}) > 1):
+        raise ValueError("its tensors do not fit each other")
+    return found
 
 
 def _ranks(values: Any) -> Ranks:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayestrain import data
 from bayestrain.errors import ConfigError
+from paper import augment
 
 
 def moved(image: Tensor, down: int, right: int) -> Tensor:
@@ -37,50 +38,50 @@ def test_pad_crop_and_shift_equal_the_slow_reference(shape: tuple[int, ...], pad
     expected = torch.stack(
         [moved(image, pad - int(t), pad - int(s)) for image, t, s in zip(images, tops, lefts, strict=True)]
     )
-    for augment in (data.pad_crop, data.shift):
-        assert torch.equal(augment(images, pad, torch.Generator().manual_seed(seed)), expected)
+    for change in (augment.pad_crop, augment.shift):
+        assert torch.equal(change(images, pad, torch.Generator().manual_seed(seed)), expected)
 
 
 def test_flip_equals_the_slow_reference() -> None:
     images = data.load("mnist-mini").test.images[:64]
     coins = torch.randint(2, (64,), generator=torch.Generator().manual_seed(3))
     expected = torch.stack([image.flip(2) if coin else image for image, coin in zip(images, coins, strict=True)])
-    assert torch.equal(data.flip(images, torch.Generator().manual_seed(3)), expected)
+    assert torch.equal(augment.flip(images, torch.Generator().manual_seed(3)), expected)
 
 
 def test_the_draws_are_uniform_and_independent() -> None:
     dot = torch.zeros(18_000, 1, 5, 5)
     dot[:, 0, 2, 2] = 1
-    where = data.shift(dot, 1, torch.Generator().manual_seed(0)).flatten(1).argmax(1)
+    where = augment.shift(dot, 1, torch.Generator().manual_seed(0)).flatten(1).argmax(1)
     counts = where.bincount(minlength=25).reshape(5, 5)
     assert counts[1:4, 1:4].sum() == 18_000
     chi_square = ((counts[1:4, 1:4] - 2000) ** 2 / 2000).sum()
     assert chi_square < 27.9  # 8 degrees of freedom, p = 0.0005
-    right = data.flip(torch.eye(2).expand(10_000, 1, 2, 2), torch.Generator().manual_seed(0))[:, 0, 0, 1].sum()
+    right = augment.flip(torch.eye(2).expand(10_000, 1, 2, 2), torch.Generator().manual_seed(0))[:, 0, 0, 1].sum()
     assert abs(right - 5_000) < 200  # four standard deviations
 
 
 def test_type_and_generator_are_respected() -> None:
     images = data.load("mnist-mini").train.images[:16]
     generator = torch.Generator().manual_seed(1)
-    first, second = data.shift(images, 2, generator), data.shift(images, 2, generator)
+    first, second = augment.shift(images, 2, generator), augment.shift(images, 2, generator)
     assert first.dtype == torch.uint8
     assert not torch.equal(first, second)
-    assert torch.equal(first, data.shift(images, 2, torch.Generator().manual_seed(1)))
+    assert torch.equal(first, augment.shift(images, 2, torch.Generator().manual_seed(1)))
     torch.manual_seed(5)
-    global_first = data.flip(images)
+    global_first = augment.flip(images)
     torch.manual_seed(5)
-    assert torch.equal(global_first, data.flip(images))
+    assert torch.equal(global_first, augment.flip(images))
 
 
 def test_one_image_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a batch of images .* not a tensor of shape \(1, 28, 28\).*image\[None\]"):
-        data.flip(torch.zeros(1, 28, 28))
+        augment.flip(torch.zeros(1, 28, 28))
 
 
 def test_cutout_blanks_one_square_of_each_image() -> None:
     images = torch.ones(200, 3, 12, 10)
-    cut = data.cutout(images, 4, torch.Generator().manual_seed(0))
+    cut = augment.cutout(images, 4, torch.Generator().manual_seed(0))
     blank = cut == 0
     assert torch.equal(blank[:, 0], blank[:, 1])  # all channels alike
     assert torch.equal(cut == 1, ~blank)
@@ -93,5 +94,5 @@ def test_cutout_blanks_one_square_of_each_image() -> None:
         assert columns[-1] - columns[0] + 1 == len(columns)
     assert len({tuple(mask.flatten().tolist()) for mask in blank[:, 0]}) > 50
     assert images.min() == 1  # the images given stay
-    again = data.cutout(images, 4, torch.Generator().manual_seed(0))
+    again = augment.cutout(images, 4, torch.Generator().manual_seed(0))
     assert torch.equal(cut, again)
