@@ -197,7 +197,7 @@ def _predictions(path: Path) -> dict[str, Array]:
     found = {name: t.astype(np.float64) if t.dtype.kind == "f" else t for name, t in tensors.items()}
     if "mean" in found:
         found = {name: values.reshape(len(values), -1) for name, values in found.items()}
-    names = [name for name in ("aleatoric", "epistemic", "labels", "mean", "std", "targets") if name in found]
+    names = [name for name in ("total", "aleatoric", "epistemic", "labels", "mean", "std", "targets") if name in found]
     if found and (len(names) < 3 or len({found[name].shape for name in names}) > 1):
         raise ValueError("its tensors do not fit each other")
     return found
