@@ -127,7 +127,7 @@ def get(name: str) -> Path:
 
 
 def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> None:
-    """Bring `folder` to hold all of `files` intact: what is missing comes from the first source that has all of it."""
+    """Make `folder` hold all of `files` intact: missing ones come from the first source that has them all."""
     missing = []
     for file in files:
         try:

@@ -57,7 +57,7 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
 
 
 def verdict(runs: Runs) -> str:
-    """Which run to take, if they can be compared at all."""
+    """Which run is best, if they can be compared at all."""
     if len({run.task for run in runs.values()}) > 1:
         return "The runs are of different tasks, so their scores cannot be compared."
     key, sign, show, scores = _decisive(runs)
