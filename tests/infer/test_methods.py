@@ -151,30 +151,6 @@ def test_a_value_the_density_does_not_look_at_spreads_to_no_other_particle(value
         torch.testing.assert_close(broken.particles[name][:3], tensor, rtol=0.0, atol=1e-12)
 
 
-def test_with_one_survivor_svgd_climbs_its_own_gradient() -> None:
-    start = points(3)
-    start["x"][:2] = math.nan
-    method = build("svgd", bowl, start)
-    with pytest.warns(ParticleWarning) as warned:
-        method.step(None)
-    assert sorted(str(warning.message)[:10] for warning in warned) == ["Particle 0", "Particle 1"]
-    torch.testing.assert_close(method.particles["x"][2].detach(), 0.95 * start["x"][2])
-
-
-def test_a_dropped_particle_is_forgotten_and_the_others_have_new_numbers() -> None:
-    start = points(4)
-    start["x"][1] = math.nan
-    method = build("svgd", cone, start)
-    with pytest.warns(ParticleWarning, match="Particle 1 of 4"):
-        method.step(None)
-    method.keep_([0, 2, 3])
-    assert method.step(None).alive.tolist() == [True, True, True]
-    with torch.no_grad():
-        method.particles["x"][1].fill_(math.nan)
-    with pytest.warns(ParticleWarning, match="Particle 1 of 3"):
-        method.step(None)
-
-
 # --- SGLD -------------------------------------------------------------------------------------------------------------
 
 

@@ -90,15 +90,6 @@ def test_particles_longer_than_a_block_of_columns_move_the_same_way() -> None:
     torch.testing.assert_close(method.particles["x"].detach() - before["x"], expected, rtol=1e-10, atol=1e-10)
 
 
-def test_times_n_multiplies_the_direction_by_the_number_of_particles() -> None:
-    before, batch = start(4), batch_of()
-    plain, times_n = svgd(log_density, before, 1.0), svgd(log_density, before, 1.0, times_n=True)
-    plain.step(batch)
-    times_n.step(batch)
-    for key, tensor in before.items():
-        torch.testing.assert_close(times_n.particles[key] - tensor, 4 * (plain.particles[key] - tensor))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", [rbf, imq])
 @pytest.mark.parametrize("n", [2, 3, 20])

@@ -97,15 +97,6 @@ def test_interval_is_numpys_quantiles_at_the_temperature(n: int, level: float, t
     np.testing.assert_allclose(high, expected[1])
 
 
-@given(any_probabilities(), st.floats(0.01, 0.98))
-def test_intervals_are_nested_and_within_the_particles(probs: Tensor, level: float) -> None:
-    prediction = ClassPrediction(probs)
-    (low, high), (lower, higher) = prediction.interval(level), prediction.interval(level + 0.01)
-    smallest, largest = probs.double().amin(0), probs.double().amax(0)
-    for ordered in ((smallest, lower), (lower, low), (low, high), (high, higher), (higher, largest)):
-        assert bool((ordered[0] <= ordered[1] + 1e-12).all())
-
-
 def test_likelihoods_are_plain_sums_and_metrics_those_of_the_mean() -> None:
     each = PROBS.numpy()[:, np.arange(7), LABELS.numpy()]
     assert PREDICTION.log_likelihood(LABELS) == pytest.approx(np.log(each.mean(0)).mean())

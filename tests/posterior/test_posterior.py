@@ -319,18 +319,6 @@ def test_diagnostics_distinguish_copies_from_different_particles() -> None:
     assert close.spread < 0.01 < 0.5 < apart.spread
 
 
-def test_any_kernel_and_its_options_reach_svgd() -> None:
-    ends = []
-    for kernel in (infer.rbf, infer.imq, lambda d2: infer.rbf(d2, bandwidth=1e-6)):
-        posterior = Posterior(independent(perceptron, 4), NUM_DATA, kernel=kernel, optimizer=sgd)
-        posterior.step(*batch())
-        ends.append(posterior.particles["model.0.factorized.cores.0"].detach())
-    alone = Posterior(independent(perceptron, 4), NUM_DATA, method="ensemble", optimizer=sgd)
-    alone.step(*batch())
-    assert not torch.allclose(ends[0], ends[1])
-    torch.testing.assert_close(ends[2], alone.particles["model.0.factorized.cores.0"].detach())  # no influence
-
-
 def test_the_users_networks_stay_as_they_are() -> None:
     models = independent(convnet, 3)
     models[0].eval()
