@@ -1,8 +1,8 @@
 """Optional speed: the same results as the readable code, faster.
 
 Nothing imports this room by name. `nn.fast.fast` finds `FAST`, unless the environment variable ``BAYESTRAIN_PERF=0``
-switches it off. A benchmark justifies everything in it (`benchmarks/`): plans for products with trains, prior
-formulas for all trains at once, training steps as CUDA graphs, and an estimate of a posterior's memory.
+switches it off. A benchmark justifies everything in it (`benchmarks/`): plans for products with trains, the
+prior of all weights at once, training steps as CUDA graphs, and an estimate of a posterior's memory.
 """
 
 from __future__ import annotations
