@@ -14,7 +14,7 @@ from bayestrain.formats import algebra, trees
 from bayestrain.formats.align import align
 from bayestrain.formats.equation import Equation
 
-SWEEPS, STALLED = 200, 1e-6
+SWEEPS, STALLED = 200, 1e-4
 """Least-squares sweeps of a decomposition at most; it stops when the relative error falls by less in ten of them."""
 
 
