@@ -57,10 +57,9 @@ CUDA_CONV = replace(CUDA, rate=2e14, half=32.0, block=8)
 
 
 class Plan(NamedTuple):
-    """One way to use a weight: "whole weight", "two factors" or "core by core", with the bonds and end of a chain."""
+    """One way to use a weight: "whole weight", "two factors" or "core by core", and the bonds between factors."""
 
     kind: str
-    side: str = ""
     cuts: tuple[int, ...] = ()
 
 
@@ -145,31 +144,26 @@ class PairedShape:
         yield tally.cost(Plan("whole weight"))
         bonds = range(1, len(self.outs))
         for cuts in dict.fromkeys([*((bond,) for bond in bonds), tuple(bonds)]):
-            for side in ("right", "left"):
-                yield self._chain(task, machine, side, cuts)
+            yield self._chain(task, machine, cuts)
 
-    def _chain(self, task: Task, machine: Machine, side: str, cuts: tuple[int, ...]) -> Cost:
-        """A chain of the factors between the bonds `cuts`, from this end."""
+    def _chain(self, task: Task, machine: Machine, cuts: tuple[int, ...]) -> Cost:
+        """A chain of the factors between the bonds `cuts`, from the right end."""
         tally, runs = _Tally(task, machine), list(pairwise((0, *cuts, len(self.outs))))
         ins, done = math.prod(self.ins), 1
         left = ins
-        for a, b in runs if side == "left" else runs[::-1]:
+        for a, b in runs[::-1]:
             m, j = math.prod(self.outs[a:b]), math.prod(self.ins[a:b])
             left //= j
-            if side == "left":
-                batch, n, k, columns = done, m * self.ranks[b], self.ranks[a] * j, left
-            else:
-                batch, n, k, columns = left, self.ranks[a] * m, j * self.ranks[b], done
-            done *= m
+            n, k = self.ranks[a] * m, j * self.ranks[b]
             tally.merge(self.sizes, self.ranks, a, b)
-            tally.copy(0 if task.merged else n * k)
-            tally.product(batch, n, k, columns * task.rows)
-            if task.training and batch > 1:
-                tally.copy(batch * n * k)  # gradients of the slices are written and added up
+            tally.product(left, n, k, done * task.rows)
+            done *= m
+            if task.training and left > 1:
+                tally.copy(left * n * k)  # gradients of the slices are written and added up
         for _ in range(2 if task.training else 1):
             tally.copy((ins + done) * task.rows)  # the batch becomes the last axis and back
         tally.seconds += machine.link * len(runs) * task.passes
-        return tally.cost(Plan("two factors" if len(cuts) == 1 else "core by core", side, cuts))
+        return tally.cost(Plan("two factors" if len(cuts) == 1 else "core by core", cuts))
 
 
 @dataclass(frozen=True)

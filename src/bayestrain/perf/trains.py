@@ -1,9 +1,9 @@
 """How a layer can use a weight that is a train: as a whole, as two factors, or as a chain. Torch only.
 
-In a chain, neighbouring cores are merged into a few factors. Every factor is one batched matrix product whose result
-has the layout that the next one needs, so nothing is permuted on the way. From the right end the state is ``(inputs
-left to do, rank, outputs done)``, from the left end ``(outputs done, rank, inputs left to do)``. The batch is the last
-axis of the state, which makes products larger and fewer, or for few rows the first, which needs no copies.
+In a chain, neighbouring cores are merged into a few factors, which act from the right end. Every factor is one batched
+matrix product on a state ``(inputs left to do, rank, outputs done)``, whose result has the layout that the next one
+needs, so nothing is permuted on the way. The batch is the last axis of the state, which makes products larger and
+fewer, or for few rows the first, which needs no copies.
 """
 
 from __future__ import annotations
@@ -50,16 +50,12 @@ class Paired:
 
     def factors(self, cores: Collection[Tensor], plan: Plan, dtype: torch.dtype) -> list[Factor]:
         """The factors of a chain for products of this type, in the order in which they act."""
-        four_way = self._four_way(cores)
-        runs = [_merged(four_way[a:b]) for a, b in pairwise((0, *plan.cuts, len(four_way)))]
-        batches = [1]
-        for run in runs[:-1]:  # a factor acts once for each output that is done, or each input that is left to do
-            batches.append(batches[-1] * run.shape[1 if plan.side == "left" else 2])
-        if plan.side == "left":
-            runs = [run.permute(1, 3, 0, 2) for run in runs]
-        matrices = [run.reshape(run.shape[0] * run.shape[1], -1).to(dtype) for run in runs]
-        found = list(map(Factor, matrices, batches))
-        return found if plan.side == "left" else found[::-1]
+        four_way, batch, found = self._four_way(cores), math.prod(self.ins), []
+        for a, b in reversed(list(pairwise((0, *plan.cuts, len(four_way))))):
+            run = _merged(four_way[a:b])
+            batch //= run.shape[2]  # a factor acts once for each input that is left to do
+            found.append(Factor(run.reshape(run.shape[0] * run.shape[1], -1).to(dtype), batch))
+        return found
 
     def dense(self, cores: Collection[Tensor]) -> Tensor:
         """The whole weight."""
