@@ -2,6 +2,7 @@
 
     python benchmarks/old_and_new.py                        # on a CPU
     python benchmarks/old_and_new.py --device cuda          # captured steps on a GPU
+    python benchmarks/old_and_new.py --page                 # only write the page of results again
 
 Two processes, one with each version on its path, measure in turns; a ratio is the median over rounds of the quotient of
 two neighbouring measurements, so what slows the machine for a while slows both. The old version is taken from git, or
@@ -29,6 +30,16 @@ from typing import Any
 OLD_COMMIT = "a19cf68"
 LIMIT = 1.05
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "benchmarks"
+
+INTRODUCTION = """# Speed
+
+`make bench` and `make bench-gpu` write this page. They run the last commit of version 0.1 (%s), this version and dense
+PyTorch layers in turns, in one run. A ratio is the median over rounds of the quotient of two neighbouring measurements,
+with its quartiles. Training is a forward and a backward pass; an epoch includes the prior and the updates of lambda.
+
+[Earlier measurements of version 0.1](0.1/README.md), with other libraries beside it, stay as they were recorded.
+"""
 
 IMPORTS = {
     "import bayestrain": "import bayestrain",
@@ -125,6 +136,30 @@ def described(line: dict[str, Any]) -> str:
     return f"{line['row']}: {', '.join(words)}"
 
 
+def page(results: Path) -> str:
+    """The page of all recorded comparisons."""
+    text = INTRODUCTION % OLD_COMMIT
+    for path in sorted(results.glob("old-and-new-*.json")):
+        report = json.loads(path.read_text())
+        about = report["environment"]
+        machine = about["gpu"] or f"{about['cpu']}, {about['threads']} thread{'s' * (about['threads'] > 1)}"
+        slower = [line["row"] for line in report["rows"] if line["over_old"]["median"] > report["limit"]]
+        text += (
+            f"\n## On {'a GPU' if about['gpu'] else 'a CPU'}\n\n{machine}; torch {about['torch']}; Python "
+            f"{about['python']}; commit {about['commit'][:10]}; {about['started'][:10]}; `{report['command']}`.\n\n"
+            "| row | milliseconds | of version 0.1 | of dense |\n| --- | --: | --: | --: |\n"
+        )
+        for line in report["rows"]:
+            cells = [_ratio(line[name]) if name in line else "" for name in ("over_old", "over_dense")]
+            text += f"| {line['row']} | {1e3 * line['seconds']['new']:.3g} | {' | '.join(cells)} |\n"
+        text += f"\nSlower than {report['limit']} of version 0.1: {', '.join(slower) or 'none'}.\n"
+    return text
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    return f"{found['median']:.2f} ({found['quartiles'][0]:.2f} to {found['quartiles'][1]:.2f})"
+
+
 def environment(device: str) -> dict[str, Any]:
     """Versions, machine and commit."""
     code = (
@@ -144,8 +179,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--commit", help="of the new version, where there is no git to ask")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "benchmarks")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="measure nothing, only write the page")
     options = parser.parse_args()
+    if options.page:
+        (options.results / "README.md").write_text(page(options.results))
+        return
     versions = {
         name: Version(source, options.device)
         for name, source in (("old", old_source(options.old)), ("new", ROOT / "src"))
@@ -181,6 +220,7 @@ def main() -> None:
     path = options.results / f"old-and-new-{options.device}.json"
     if not options.only:
         path.write_text(json.dumps(report, indent=1) + "\n")
+        (options.results / "README.md").write_text(page(options.results))
     slower = [line["row"] for line in lines if line["over_old"]["median"] > LIMIT]
     print(f"slower than {LIMIT} of before: {', '.join(slower) or 'none'}")
 

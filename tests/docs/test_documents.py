@@ -14,6 +14,7 @@ import pytest
 
 import bayestrain as bt
 from bayestrain.train import config
+from benchmarks import old_and_new
 from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,11 @@ def test_the_site_lists_every_page_of_docs() -> None:
 
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     assert draw_rooms.PICTURE.read_text() == draw_rooms.drawing(), "run `python tools/draw_rooms.py`"
+
+
+def test_the_page_of_speed_is_up_to_date() -> None:
+    page = old_and_new.RESULTS / "README.md"
+    assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
 
 
 def test_mnist_mini_takes_the_first_digits_of_each_class() -> None:
