@@ -68,6 +68,18 @@ def random_cores(
 EQUATIONS = [*NAMED.values(), *(random_equation(seed) for seed in range(12))]
 
 
+class Written(Format):
+    """A format of one equation, whatever the sizes of the modes."""
+
+    name: ClassVar[str] = "written"
+
+    def __init__(self, equation: Equation) -> None:
+        self.own = equation
+
+    def equation(self, modes: Sequence[int]) -> Equation:  # noqa: ARG002
+        return self.own
+
+
 class Ring(Format):
     """``rax, xby, ycr -> abc``: a loop, which has no exact decomposition."""
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from networks import EQUATIONS, NAMED, random_cores
+from networks import EQUATIONS, NAMED, Written, random_cores
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -29,7 +29,7 @@ def reference(equation: Equation, cores: list[Tensor]) -> np.ndarray:
     args: list[object] = []
     for core, labels in zip(cores, equation.cores, strict=True):
         args += [core.numpy(), [number[x] for x in labels]]
-    return np.einsum(*args, [number[x] for x in equation.output], optimize=True)
+    return np.einsum(*args, [number[x] for x in equation.modes], optimize=True)
 
 
 @pytest.mark.parametrize(("equation", "seed"), SEEDED)
@@ -155,7 +155,7 @@ def test_twenty_modes_are_contracted_through_small_intermediates() -> None:
     train = get("tt").equation([4] * 20)
     cores = algebra.random_cores(train, [4] * 20, [8] * 19, 1.0, dtype=torch.float64)
     pairs = algebra.operands(train, cores) + algebra.operands(train, cores, train.bonds)
-    plan = algebra.plan(tuple(x for _, x in pairs), tuple(tuple(t.shape) for t, _ in pairs), ())
+    plan = algebra.plan(tuple((labels, tuple(core.shape)) for core, labels in pairs), ())
     assert plan.largest <= 8 * 4 * 8  # the dense tensor has 4^20 entries
     assert_close(float(algebra.norm(train, cores)), 2.0**20)
     assert all(len(found) == 8 for found in algebra.contributions(train, cores))
@@ -179,7 +179,7 @@ def test_random_cores_have_the_variance_asked_for(equation: Equation, variance: 
     ("text", "error"),
     [
         ("ax, xb", "reads"),
-        ("ax, xb -> abz", "belong to none"),
+        ("ax, xb -> abz", "exactly one core"),
         ("ax, b -> ab", "join at least two cores"),
         ("ax, ax -> a", "exactly one core"),
         ("aa -> a", "only once"),
@@ -196,10 +196,11 @@ def test_cores_that_contradict_each_other_are_refused() -> None:
 
 
 def test_max_ranks_are_cut_to_what_neighbours_can_use() -> None:
-    assert algebra.max_ranks(NAMED["train"], (2, 5, 3), 100) == (2, 3)
-    assert algebra.max_ranks(NAMED["tucker"], (2, 5, 30), 100) == (2, 5, 10)
-    assert algebra.max_ranks(NAMED["cp"], (2, 5, 3), 100) == (6,)
+    train, tucker, cp = (Written(NAMED[kind]) for kind in ("train", "tucker", "cp"))
+    assert train.max_ranks((2, 5, 3), 100) == (2, 3)
+    assert tucker.max_ranks((2, 5, 30), 100) == (2, 5, 10)
+    assert cp.max_ranks((2, 5, 3), 100) == (6,)
     with pytest.raises(ConfigError, match="at least 1"):
-        algebra.max_ranks(NAMED["train"], (2, 5, 3), 0)
+        train.max_ranks((2, 5, 3), 0)
     with pytest.raises(ShapeError, match="one per bond"):
-        algebra.max_ranks(NAMED["train"], (2, 5, 3), (1, 2, 3))
+        train.max_ranks((2, 5, 3), (1, 2, 3))

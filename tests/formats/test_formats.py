@@ -145,6 +145,8 @@ def test_rounding_or_cutting_finds_a_planted_rank(format: Format) -> None:
 def test_spectra_are_the_sizes_of_what_indices_contribute(format: Format) -> None:
     ranks, tensor = planted(format, (5, 6, 7))
     equation = format.equation(tensor.shape)
+    if not format.rounds(equation):
+        return
     found = format.spectra(equation, format.decompose(tensor, max_rank=ranks))
     assert [len(bond) for bond in found] == list(ranks)
     assert all(bool((bond.diff() <= 1e-9).all()) and bool((bond > 0).all()) for bond in found)
