@@ -87,7 +87,7 @@ def test_the_papers_rule_looks_at_the_mean_of_sorted_lambdas() -> None:
     before = particles.particles["model.0.factorized.cores.0"].detach().clone()
     report = compact_(particles, 0.05, rule="lambda")
     assert report.layers[0].ranks == (2, 1)  # never below 1
-    assert "bond r2 of '0' collapsed" in str(report)
+    assert "r2 of '0' collapsed" in str(report)
     kept = [[0, 2], [1, 3]]
     for i, index in enumerate(kept):
         assert torch.equal(particles.particles["model.0.factorized.cores.0"][i].detach(), before[i][:, index])

@@ -1,14 +1,12 @@
 """Ranks for a parameter budget: indices are dropped where that costs least, whatever the format."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from bayestrain.errors import ConfigError
-from bayestrain.formats.equation import Equation
+from bayestrain.formats import Equation
 
 Ranks = tuple[int, ...]
 
@@ -24,7 +22,7 @@ class Priced:
 
     def entries(self, ranks: Sequence[int]) -> int:
         """Entries of all cores with these ranks."""
-        return sum(math.prod(shape) for shape in self.equation.shapes(self.modes, ranks))
+        return sum(map(math.prod, self.equation.shapes(self.modes, ranks)))
 
     def freed(self, ranks: Sequence[int], bond: int) -> int:
         """Entries that one index of this bond takes."""
@@ -45,11 +43,9 @@ def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> l
 
     One rank index after another is dropped, always the one with the lowest price.
     """
-    ranks = [[len(bond) for bond in weight.shares] for weight in weights]
-    size, fewest = (
-        others + sum(weight.entries(own) for weight, own in zip(weights, start, strict=True))
-        for start in (ranks, [[1] * len(own) for own in ranks])
-    )
+    ranks = [list(map(len, weight.shares)) for weight in weights]
+    size = others + sum(map(Priced.entries, weights, ranks))
+    fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights)
     if fewest > parameters:
         raise ConfigError(
             f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which {others:,} "
@@ -65,4 +61,4 @@ def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> l
             ranks[n][bond] -= 1
         if ranks[n][bond] > 1:
             heappush(cheapest, (weights[n].price(ranks[n], bond), n, bond))
-    return [tuple(own) for own in ranks]
+    return list(map(tuple, ranks))

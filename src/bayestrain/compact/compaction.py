@@ -1,9 +1,6 @@
 """`compact_`: cut ranks and make the cores physically smaller."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -11,14 +8,17 @@ import torch
 from torch import nn
 
 from bayestrain.compact.budget import cheapest_ranks
-from bayestrain.compact.report import CompactedLayer, CompactReport, notes_on
+from bayestrain.compact.report import CompactedLayer, CompactReport
 from bayestrain.compact.rules import Cut, cut, priced
-from bayestrain.compact.weights import Particles, Ranks, Weight, find_weights
+from bayestrain.compact.weights import Particles, Weight, find_weights
 from bayestrain.errors import ConfigError
 from bayestrain.nn.sizes import count_parameters
 
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
+
+VANISHED = 1e-3
+"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
 
 
 @torch.no_grad()
@@ -64,34 +64,69 @@ def compact_(
         done = [weight.module.compacted == (rule, tol, weight.fingerprint(rule)) for weight in weights]
         cuts = [None if same else cut(weight, rule, tol) for weight, same in zip(weights, done, strict=True)]
     else:
-        ranks = _budgeted(weights, size, rule, parameters)
+        ranks = [weight.ranks for weight in weights]
+        if size > parameters:
+            others = size - sum(weight.module.numel for weight in weights)
+            ranks = cheapest_ranks([priced(weight, rule) for weight in weights], others, parameters)
         cuts = [None if own == w.ranks else cut(w, rule, tol, own) for w, own in zip(weights, ranks, strict=True)]
     rows = []
-    for weight, own in zip(weights, cuts, strict=True):
-        rows.append(_row(weight, own, optimizer))
+    for weight, found in zip(weights, cuts, strict=True):
+        rows.append(_applied(weight, found, optimizer))
         if parameters is None:
             weight.module.compacted = (rule, tol, weight.fingerprint(rule))
-    notes = notes_on(weights, cuts, rows, tol, parameters is not None)
+    notes = _notes(weights, rows, rule, tol, parameters is not None)
     return CompactReport(rule or "default", tol, tuple(rows), size, count_parameters(template), notes)
 
 
-def _row(weight: Weight, cut: Cut | None, optimizer: torch.optim.Optimizer | None) -> CompactedLayer:
+def _applied(weight: Weight, cut: Cut | None, optimizer: torch.optim.Optimizer | None) -> CompactedLayer:
     """Put a cut in place and report it."""
-    row = CompactedLayer(weight.name, weight.ranks, weight.ranks, weight.module.numel, weight.module.numel, 0.0)
+    ranks, size = weight.ranks, weight.module.numel
     if cut is None:
-        return row
+        return CompactedLayer(weight.name, ranks, ranks, size, size)
     weight.write(cut.cores, cut.keep, optimizer)
+    error = 0.0 if weight.ranks == ranks else cut.error
     spectra = tuple(tuple(bond.mean(0).sqrt().tolist()) for bond in cut.shares)
-    error = 0.0 if weight.ranks == row.ranks else cut.error
-    return replace(row, ranks=weight.ranks, parameters=weight.module.numel, error=error, spectra=spectra)
+    return CompactedLayer(weight.name, ranks, weight.ranks, size, weight.module.numel, error, spectra)
 
 
-def _budgeted(weights: Sequence[Weight], size: int, rule: str | None, parameters: int) -> list[Ranks]:
-    """Ranks with which a network of this size has at most so many parameters."""
-    if size <= parameters:
-        return [weight.ranks for weight in weights]
-    others = size - sum(weight.module.numel for weight in weights)
-    return cheapest_ranks([priced(weight, rule) for weight in weights], others, parameters)
+def _notes(
+    weights: Sequence[Weight], rows: Sequence[CompactedLayer], rule: str | None, tol: float, budget: bool
+) -> tuple[str, ...]:
+    """What looks wrong after these cuts, and what to try."""
+    notes = []
+    for weight, row in zip(weights, rows, strict=True):
+        bonds = zip(weight.equation.bonds, weight.log_lambdas if rule == "lambda" else (), strict=False)
+        if emptied := [bond for bond, u in bonds if u.exp().mean(0).amax() <= tol]:
+            notes.append(
+                f"{', '.join(emptied)} of {row.name!r} collapsed: no lambda is above {tol}, so rank 1 was kept. An "
+                "absolute threshold depends on the gauge; leave out rule='lambda'."
+            )
+        elif vanished := _vanished(weight):
+            where = f" in {vanished} of {weight.number} particles" if weight.number > 1 else ""
+            notes.append(
+                f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
+                "data before they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower "
+                "the prior's weight."
+            )
+        elif row.changed and max(row.ranks) == 1:
+            remedy = "allow more parameters" if budget else "lower the prior weight"
+            notes.append(f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}.")
+    states = [(weight.module.rank_state, row) for weight, row in zip(weights, rows, strict=True)]
+    before = [row.ranks_before if state is None else state.start for state, row in states]
+    moved = any(row.ranks != start for row, start in zip(rows, before, strict=True))
+    if not (notes or moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):
+        steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
+        own_loop = steps if weights[0].posterior is None else ""
+        notes.append(f"no rank moved. Train longer or with a larger prior weight, {own_loop}or raise tol.")
+    return tuple(notes)
+
+
+def _vanished(weight: Weight) -> int:
+    """In how many particles almost nothing is left of a weight under the prior, unless its norm is held."""
+    state = weight.module.rank_state
+    if state is None or state.held_norm > 0:  # before a normalisation the size of a weight means nothing
+        return 0
+    return int((weight.norms < VANISHED * weight.layout.shape[0] ** 0.5).sum())
 
 
 def _checked_tol(tol: float | None, rule: str | None, parameters: int | None) -> float:

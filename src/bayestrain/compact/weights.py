@@ -1,7 +1,5 @@
 """What is compacted: the factorised weights of n particles of one network. A plain model is one particle."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Protocol
@@ -13,14 +11,9 @@ from torch.func import vmap
 from bayestrain.compact.measure import weight_norm
 from bayestrain.compact.optimizers import carry_state_
 from bayestrain.errors import ConfigError
-from bayestrain.nn.factorized import FactorizedWeight, replace_data
+from bayestrain.nn.factorized import FactorizedWeight, RankState, replace_data
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior.density import conditional_mode
-
-Ranks = tuple[int, ...]
-
-VANISHED = 1e-3
-"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
 
 
 class Particles(Protocol):
@@ -75,19 +68,23 @@ class Weight:
     @property
     def cores(self) -> list[Tensor]:
         """The cores of all particles, stacked ``(n, ..)``."""
-        stacks = {} if self.posterior is None else self.posterior.particles
         own = [core.expand(self.number, *core.shape) for core in self.module.cores]
-        return [stacks.get(f"{self._prefix}cores.{k}", core).detach() for k, core in enumerate(own)]
+        leaves = self.leaves if self.posterior is not None else [None] * len(own)
+        return [(core if leaf is None else leaf).detach() for leaf, core in zip(leaves, own, strict=True)]
 
     @property
     def log_lambdas(self) -> list[Tensor]:
         """``log lambda`` of every bond, stacked ``(n, R)``; empty if the weight has no lambda."""
-        stacks = {} if self.posterior is None else self.posterior.carried
-        own = enumerate(() if self.module.rank_state is None else self.module.rank_state.log_lambdas)
-        return [stacks.get(f"{self._prefix}rank_state.log_lambda_{bond}", u[None]) for bond, u in own]
+        own = [] if self.module.rank_state is None else self.module.rank_state.log_lambdas
+        if self.posterior is None:
+            return [u[None] for u in own]
+        return [self.posterior.carried[self._lambda(bond)] for bond in range(len(own))]
+
+    def _lambda(self, bond: int) -> str:
+        return f"{self._prefix}rank_state.log_lambda_{bond}"
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> tuple[int, ...]:
         """The rank of every bond."""
         return self.module.ranks
 
@@ -105,21 +102,6 @@ class Weight:
         """``(n, 1)``: the norm of every particle's weight, without the padding of its tensor."""
         norms = [[weight_norm(self.layout, self.equation, cores)] for cores in self.exact]
         return torch.tensor(norms, dtype=torch.float64).clamp_min(1e-300)
-
-    @property
-    def vanished(self) -> list[int]:
-        """The particles in which almost nothing is left of a weight under the prior, unless its norm is held."""
-        state = self.module.rank_state
-        if state is None or state.held_norm > 0:  # before a normalisation the size of a weight means nothing
-            return []
-        small = self.norms.flatten() < VANISHED * self.layout.shape[0] ** 0.5
-        return small.nonzero().flatten().tolist()  # type: ignore[no-any-return]
-
-    @property
-    def has_been_cut(self) -> bool:
-        """Whether any rank is lower than where the prior started."""
-        state = self.module.rank_state
-        return state is not None and any(now < start for now, start in zip(self.ranks, state.start, strict=True))
 
     def fingerprint(self, rule: str | None) -> tuple[float, ...]:
         """Numbers that change when anything changes that this rule depends on."""
@@ -145,28 +127,27 @@ class Weight:
             take = None if keep is None else partial(self._take, self.equation.cores[k], keep)
             leaf.grad = None if grad is None or take is None else take(grad)
             carry_state_(optimizer, leaf, shape, take)
-        self._write_lambdas(cores, keep)
+        if self.module.rank_state is not None:
+            self._write_lambdas(self.module.rank_state, cores, keep)
 
     def _take(self, labels: Sequence[str], keep: Mapping[str, Tensor], tensor: Tensor) -> Tensor:
         """Cut a tensor shaped like a leaf to the surviving indices of each of its bonds."""
         result = tensor[None] if self.posterior is None else tensor
         for axis, label in enumerate(labels, start=1):
             if label in keep:
-                shape = [1] * result.ndim
-                shape[0], shape[axis] = keep[label].shape
-                result = result.take_along_dim(keep[label].to(tensor.device).view(shape), dim=axis)
+                index = keep[label].to(tensor.device)
+                shape = [-1 if a == axis else 1 for a in range(1, result.ndim)]
+                result = result.take_along_dim(index.view(self.number, *shape), dim=axis)
         return result[0] if self.posterior is None else result
 
-    def _write_lambdas(self, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None) -> None:
-        state, equation, before = self.module.rank_state, self.equation, self.log_lambdas
-        if state is None:
-            return
+    def _write_lambdas(self, state: RankState, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None) -> None:
+        before, equation = self.log_lambdas, self.equation
         if keep is not None:
             moved = [u.gather(1, keep[bond].to(u.device)) for u, bond in zip(before, equation.bonds, strict=True)]
         else:
 
             def mode(cores: list[Tensor]) -> list[Tensor]:
-                starts = [cores[0].new_zeros(rank) for rank in equation.ranks([core.shape for core in cores])]
+                starts = [cores[0].new_zeros(rank) for rank in self.ranks]
                 return conditional_mode(equation, cores, starts, state.a, state.b, state.floor, start=state.start)
 
             moved = vmap(mode)(list(cores))
@@ -174,13 +155,12 @@ class Weight:
             new = u.to(old).contiguous()
             state.set_log_lambda(bond, new[0].clone())
             if self.posterior is not None:
-                self.posterior.carried[f"{self._prefix}rank_state.log_lambda_{bond}"] = new
+                self.posterior.carried[self._lambda(bond)] = new
 
 
 def find_weights(model: nn.Module | Particles) -> tuple[nn.Module, list[Weight]]:
     """The network whose shapes all particles have, and its factorised weights; raises if it has none."""
-    posterior = None if isinstance(model, nn.Module) else model
-    template = model if isinstance(model, nn.Module) else model.template
+    template, posterior = (model, None) if isinstance(model, nn.Module) else (model.template, model)
     paths = {id(module): path for path, module in template.named_modules()}
     found = factorized_weights(template).items()
     if not found:
