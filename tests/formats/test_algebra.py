@@ -33,20 +33,13 @@ def reference(equation: Equation, cores: list[Tensor]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("equation", "seed"), SEEDED)
-def test_the_dense_tensor_is_numpys(equation: Equation, seed: int) -> None:
-    cores = random_cores(equation, seed)
-    assert_close(algebra.dense(equation, cores).numpy(), reference(equation, cores))
-
-
-@pytest.mark.parametrize(("equation", "seed"), SEEDED)
-def test_norms_and_inner_products_are_those_of_the_dense_tensors(equation: Equation, seed: int) -> None:
+def test_tensors_norms_and_inner_products_are_numpys(equation: Equation, seed: int) -> None:
     cores = random_cores(equation, seed)
     sizes = equation.sizes([core.shape for core in cores])
-    others = [
-        torch.randn(shape, dtype=torch.float64)
-        for shape in equation.shapes([sizes[m] for m in equation.modes], [2] * len(equation.bonds))
-    ]
+    shapes = equation.shapes([sizes[m] for m in equation.modes], [2] * len(equation.bonds))
+    others = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     a, b = reference(equation, cores), reference(equation, others)
+    assert_close(algebra.dense(equation, cores).numpy(), a)
     assert_close(float(algebra.norm(equation, cores)), float(np.linalg.norm(a)))
     assert_close(float(algebra.inner(equation, cores, others)), float((a * b).sum()))
 
@@ -98,9 +91,8 @@ def singular_values(equation: Equation, whole: Tensor, bond: str) -> Tensor:
 
 def close_to_start(found: Tensor, expected: Tensor, tol: float) -> None:
     """The two agree where both have entries, and the others are zero."""
-    count = max(len(found), len(expected))
-    pad = [torch.cat([own, own.new_zeros(count - len(own))]) for own in (found, expected)]
-    assert_close(*pad, rtol=tol, atol=tol)
+    padded = torch.nn.utils.rnn.pad_sequence([found, expected])
+    assert_close(padded[:, 0], padded[:, 1], rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("equation", TREES, ids=str)
@@ -138,10 +130,8 @@ def test_balancing_gives_every_core_the_same_share_of_each_component() -> None:
     assert_close(norms, norms[:1].expand_as(norms))
 
 
-@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+@pytest.mark.parametrize(("equation", "seed"), [case for case in SEEDED if case.values[0].bonds])
 def test_refitting_brings_cut_cores_nearer_to_the_tensor_they_came_from(equation: Equation, seed: int) -> None:
-    if not equation.bonds:
-        pytest.skip("nothing to cut")
     cores = random_cores(equation, seed, sizes=(3, 4), ranks=(3, 3))
     whole = algebra.dense(equation, cores)
     cut = algebra.keep(equation, cores, equation.bonds[0], torch.tensor([0, 1]))

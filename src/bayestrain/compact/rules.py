@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bayestrain.compact.budget import Priced, Ranks
@@ -40,10 +39,11 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None
     method = _method(weight, rule)
     if method == "rounding":
         shares = _singular_shares(weight)
-        # The errors of the bonds add up in squares.
-        cores = _rounded(weight, ranks or [_rank(bond, tol / len(shares) ** 0.5) for bond in shares])
-        return _cut(weight, cores, None, shares)
-    cores, keep, shares = _start(weight, method), {}, []
+        ranks = ranks or tuple(_rank(bond, tol / len(shares) ** 0.5) for bond in shares)  # errors add up in squares
+        rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
+        return _cut(weight, rounded, None, shares)
+    keep, shares = {}, []
+    cores = _start(weight, method)
     for number, bond in enumerate(weight.equation.bonds):
         if method == "lambda":  # sorted: particles that did not start at one point have no indices in common
             values, order = weight.log_lambdas[number].cpu().exp().sort(dim=1)
@@ -51,8 +51,7 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None
         else:
             order, share = _dropped(weight, cores, bond)
             shares.append(share)
-            # The errors of the bonds add up at worst.
-            rank = _rank(share, tol / len(weight.ranks)) if ranks is None else ranks[number]
+            rank = _rank(share, tol / len(weight.ranks)) if ranks is None else ranks[number]  # at worst errors add up
         keep[bond] = order[:, -rank:].sort(dim=1).values
         pairs = zip(cores, keep[bond], strict=True)
         cores = [algebra.keep(weight.equation, own, bond, index) for own, index in pairs]
@@ -64,7 +63,15 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None
 def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: list[Tensor]) -> Cut:
     changes = [_change(weight, *pair) for pair in zip(weight.exact, cores, strict=True)]
     error = (sum(change**2 for change in changes) / len(changes)) ** 0.5
-    return Cut([torch.stack(core) for core in zip(*cores, strict=True)], keep, error, shares)
+    return Cut([_stacked(core) for core in zip(*cores, strict=True)], keep, error, shares)
+
+
+def _stacked(cores: Sequence[Tensor]) -> Tensor:
+    """One core of every particle; one that needs lower ranks is padded with zeros."""
+    result = cores[0].new_zeros(len(cores), *map(max, zip(*(core.shape for core in cores), strict=True)))
+    for own, core in zip(result, cores, strict=True):
+        own[tuple(map(slice, core.shape))] = core
+    return result
 
 
 def priced(weight: Weight, rule: str | None) -> Priced:
@@ -105,19 +112,6 @@ def _singular_shares(weight: Weight) -> list[Tensor]:
         noise = 10 * torch.finfo(values.dtype).eps * values.shape[1] * values[:, :1]
         found.append(torch.where(values > noise, values / weight.norms, 0.0).square())
     return found
-
-
-def _rounded(weight: Weight, ranks: Sequence[int]) -> Cores:
-    """Every particle rounded to the same ranks, padded with zeros where it needs less."""
-    rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
-    found = [weight.equation.ranks([core.shape for core in cores]) for cores in rounded]
-    shapes = weight.equation.shapes(weight.layout.sizes, [max(bond) for bond in zip(*found, strict=True)])
-    return [list(map(_padded, cores, shapes)) for cores in rounded]
-
-
-def _padded(core: Tensor, shape: Sequence[int]) -> Tensor:
-    missing = [want - have for have, want in zip(core.shape, shape, strict=True)]
-    return F.pad(core, [n for own in reversed(missing) for n in (0, own)])
 
 
 def _start(weight: Weight, method: str) -> Cores:

@@ -1,5 +1,6 @@
 """What is compacted: the factorised weights of n particles of one network. A plain model is one particle."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Protocol
@@ -32,13 +33,9 @@ class Particles(Protocol):
 
 
 class Weight:
-    """One factorised weight of n particles; refuses one that cannot be compacted.
+    """One factorised weight of n particles, or of a plain model (`posterior` is None); checks that it can be compacted.
 
-    Args:
-        name: of the layer.
-        path: of the module in the network; empty if it is the whole network.
-        module: the weight itself, or its place in the template of the particles.
-        posterior: the particles; None for a plain model.
+    `path` is that of `module` in the network, which is the template of the particles.
     """
 
     def __init__(self, name: str, path: str, module: FactorizedWeight, posterior: Particles | None) -> None:
@@ -46,6 +43,9 @@ class Weight:
         self.format, self.equation, self.layout = module.format, module.equation, module.layout
         self.number = 1 if posterior is None else len(posterior)
         self._prefix = f"model.{path}." if path else "model."
+        self._stacks: Mapping[str, Tensor] = ChainMap(
+            *(() if posterior is None else (posterior.particles, posterior.carried))
+        )
         finite = torch.stack([core.isfinite().flatten(1).all(1) for core in self.cores]).all(0).tolist()
         if not all(finite):
             who = "" if posterior is None else f" in particle {finite.index(False)} (see Posterior.drop_)"
@@ -61,27 +61,23 @@ class Weight:
     @property
     def leaves(self) -> list[Tensor | None]:
         """Per core the tensor that an optimiser knows; None if it is frozen, and so common to all particles."""
-        if self.posterior is None:
-            return list(self.module.cores)
-        return [self.posterior.particles.get(f"{self._prefix}cores.{k}") for k in range(len(self.module.cores))]
+        cores = enumerate(self.module.cores)
+        return [core if self.posterior is None else self._stacks.get(f"{self._prefix}cores.{k}") for k, core in cores]
+
+    def _all(self, name: str, own: Tensor) -> Tensor:
+        """One of the module's tensors in all particles, stacked ``(n, ..)``."""
+        return self._stacks.get(f"{self._prefix}{name}", own.expand(self.number, *own.shape)).detach()
 
     @property
     def cores(self) -> list[Tensor]:
         """The cores of all particles, stacked ``(n, ..)``."""
-        own = [core.expand(self.number, *core.shape) for core in self.module.cores]
-        leaves = self.leaves if self.posterior is not None else [None] * len(own)
-        return [(core if leaf is None else leaf).detach() for leaf, core in zip(leaves, own, strict=True)]
+        return [self._all(f"cores.{k}", core) for k, core in enumerate(self.module.cores)]
 
     @property
     def log_lambdas(self) -> list[Tensor]:
         """``log lambda`` of every bond, stacked ``(n, R)``; empty if the weight has no lambda."""
         own = [] if self.module.rank_state is None else self.module.rank_state.log_lambdas
-        if self.posterior is None:
-            return [u[None] for u in own]
-        return [self.posterior.carried[self._lambda(bond)] for bond in range(len(own))]
-
-    def _lambda(self, bond: int) -> str:
-        return f"{self._prefix}rank_state.log_lambda_{bond}"
+        return [self._all(f"rank_state.log_lambda_{bond}", u) for bond, u in enumerate(own)]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -155,7 +151,7 @@ class Weight:
             new = u.to(old).contiguous()
             state.set_log_lambda(bond, new[0].clone())
             if self.posterior is not None:
-                self.posterior.carried[self._lambda(bond)] = new
+                self.posterior.carried[f"{self._prefix}rank_state.log_lambda_{bond}"] = new
 
 
 def find_weights(model: nn.Module | Particles) -> tuple[nn.Module, list[Weight]]:
