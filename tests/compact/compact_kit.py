@@ -1,7 +1,5 @@
 """Networks, formats and particles that the tests of compaction share."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 
@@ -62,9 +60,8 @@ def weight(
     cores = algebra.random_cores(equation, folding.sizes, ranks, 0.1, dtype=torch.float64)
     for bond in equation.bonds:
         core = equation.owners(bond)[-1]
-        axis = equation.axis(core, bond)
-        factors = decay ** torch.arange(cores[core].shape[axis], dtype=torch.float64)
-        cores[core] = cores[core] * factors.reshape([-1 if a == axis else 1 for a in range(cores[core].ndim)])
+        moved = cores[core].movedim(equation.axis(core, bond), -1)
+        moved *= decay ** torch.arange(moved.shape[-1], dtype=torch.float64)
     return FactorizedWeight(format, folding, cores)
 
 

@@ -1,7 +1,5 @@
 """Ranks for a parameter budget, on equations of every kind."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What `compact_` says about ranks that did not move, and about layers of which little is left."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compact_kit import Particles, planted, with_lambda

@@ -1,7 +1,5 @@
 """Norms of padded weights, without the weight."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Random tensor networks of every kind, for tests that must hold for any equation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The algebra of any equation, against numpy's einsum on random networks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The format kit: every format named in `FORMATS` inherits these tests."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
