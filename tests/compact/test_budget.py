@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import NAMED
 
-from bayestrain.compact.budget import Priced, cheapest_ranks
+from bayestrain.compact.rules import Priced, cheapest_ranks
 
 spectra = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=3)
 kinds = st.sampled_from([kind for kind, equation in NAMED.items() if equation.bonds])

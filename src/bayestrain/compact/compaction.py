@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayestrain.compact.budget import cheapest_ranks
 from bayestrain.compact.report import CompactedLayer, CompactReport
-from bayestrain.compact.rules import Cut, cut, priced
+from bayestrain.compact.rules import Cut, cheapest_ranks, cut, priced
 from bayestrain.compact.weights import Particles, Weight, find_weights
 from bayestrain.errors import ConfigError
 from bayestrain.nn.sizes import count_parameters
@@ -41,18 +40,14 @@ def compact_(
             particles); for "lambda" the absolute threshold. Default 1e-2.
         parameters: instead of a tolerance, how many parameters the model (each particle) may have. Ranks are cut, in
             whatever layers, where that changes the weights least; a model that is small enough stays as it is.
-        rule:
-            None: "rounding" where the format can; other formats are cut by contribution, then fitted again to what the
-            weight was.
-            "rounding": optimal truncation. It needs no lambda, sees only the weight, and finds the smallest ranks. It
-            mixes rank indices, so the optimiser's state of the cores that change restarts.
-            "contribution": drops the rank indices whose exact contribution to the weight fits the tolerance. The others
+        rule: None is "rounding" where the format can; other formats are cut by contribution, then fitted again.
+            "rounding" truncates optimally: the smallest ranks for the weight. It mixes rank indices, so the optimiser's
+            state of the cores that change restarts.
+            "contribution" drops the rank indices whose exact contribution to the weight fits the tolerance. The others
             stay as they are, so training continues with the optimiser's state.
-            "lambda": the paper's rule, lambda above a threshold. Not the default, because lambda's scale is a gauge:
-            multiplying a core by c and its neighbour by 1/c leaves the network as it is and moves every lambda, so an
-            absolute threshold may cut a bond that matters (it keeps at least rank 1), and it promises no error.
-        optimizer: the optimiser that holds the cores, if it is to continue. An optimiser that was not given keeps state
-            of the old shapes, and its next step raises an error.
+            "lambda" is the paper's rule, lambda above a threshold. Multiplying a core by c and its neighbour by 1/c
+            moves every lambda and leaves the network as it is, so it may cut a bond that matters; no error is promised.
+        optimizer: the optimiser that holds the cores, if it is to continue; the next step of any other raises an error.
     """
     if optimizer is None and not isinstance(model, nn.Module) and hasattr(model, "compact_"):
         posterior: Any = model  # calls this function with its optimiser

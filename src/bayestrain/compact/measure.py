@@ -1,7 +1,6 @@
-"""Norms of weights and of their changes, without materialising a weight.
+"""Norms of weights and of their changes, without materialising a weight and without the padding of its tensor.
 
-Padded modes hold entries that a weight does not have, and tolerances are those of weights. The entries that a weight
-does have are a few boxes of the tensor, each of which is a network with smaller modes: their squared norms add up.
+The entries of a weight are a few boxes of the tensor, each a network with smaller modes: their squared norms add up.
 """
 
 import math
@@ -12,7 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bayestrain.formats import Equation, algebra
+from bayestrain.formats import algebra
+from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layout import Layout
 
 Box = tuple[Tensor, ...]
@@ -47,23 +47,25 @@ def _axis_boxes(size: int, split: Sequence[int]) -> list[list[slice]]:
     return found
 
 
-def weight_inner(layout: Layout, equation: Equation, a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+def weight_inner(weight: FactorizedWeight, a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The inner product of two weights given by their cores."""
 
     def inside(cores: Sequence[Tensor], box: Box) -> Sequence[Tensor]:
-        for mode, index in zip(equation.modes, box, strict=True):
-            cores = algebra.keep(equation, cores, mode, index)
+        for mode, index in zip(weight.equation.modes, box, strict=True):
+            cores = algebra.keep(weight.equation, cores, mode, index)
         return cores
 
-    return math.fsum(float(algebra.inner(equation, inside(a, box), inside(b, box))) for box in boxes(layout))
+    return math.fsum(
+        float(algebra.inner(weight.equation, inside(a, box), inside(b, box))) for box in boxes(weight.layout)
+    )
 
 
-def weight_norm(layout: Layout, equation: Equation, cores: Sequence[Tensor]) -> float:
+def weight_norm(weight: FactorizedWeight, cores: Sequence[Tensor]) -> float:
     """The norm of the weight that these cores stand for."""
-    return math.sqrt(max(weight_inner(layout, equation, cores, cores), 0.0))
+    return math.sqrt(max(weight_inner(weight, cores, cores), 0.0))
 
 
-def relative_change(layout: Layout, equation: Equation, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
+def relative_change(weight: FactorizedWeight, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
     """The norm of the difference of two weights, relative to the first; precise to about 1e-8 in double precision."""
-    own, both, other = (weight_inner(layout, equation, *pair) for pair in ((old, old), (old, new), (new, new)))
+    own, both, other = (weight_inner(weight, *pair) for pair in ((old, old), (old, new), (new, new)))
     return math.sqrt(max(own - 2 * both + other, 0.0) / own) if own > 0 else 0.0

@@ -1,20 +1,21 @@
-"""How each rule cuts one weight of n particles: particles keep indices of their own, but share the ranks.
+"""How each rule cuts one weight of n particles, and which ranks fit a parameter budget.
 
-A rank index means something different in every particle, so only errors are averaged, not indices: the rules
-use the root mean square, over particles, of the relative change of the weight.
+Particles share the ranks, but a rank index means something different in each of them, so only errors are averaged.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayestrain.compact.budget import Priced, Ranks
 from bayestrain.compact.measure import relative_change
 from bayestrain.compact.weights import Weight
 from bayestrain.errors import ConfigError
-from bayestrain.formats import algebra
+from bayestrain.formats import Equation, algebra
 
 SWEEPS = 3
 """Sweeps of alternating least squares after a cut by contribution in a format that cannot round."""
@@ -34,7 +35,7 @@ class Cut(NamedTuple):
     """Per bond ``(n, R)``, what is lost of the weight's squared norm with each index, the last to go first."""
 
 
-def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None) -> Cut:
+def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | None = None) -> Cut:
     """Cut one weight to these ranks, or as far as the tolerance allows."""
     method = _method(weight, rule)
     if method == "rounding":
@@ -61,7 +62,7 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None
 
 
 def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: list[Tensor]) -> Cut:
-    changes = [_change(weight, *pair) for pair in zip(weight.exact, cores, strict=True)]
+    changes = [relative_change(weight.module, *pair) for pair in zip(weight.exact, cores, strict=True)]
     error = (sum(change**2 for change in changes) / len(changes)) ** 0.5
     return Cut([_stacked(core) for core in zip(*cores, strict=True)], keep, error, shares)
 
@@ -72,17 +73,6 @@ def _stacked(cores: Sequence[Tensor]) -> Tensor:
     for own, core in zip(result, cores, strict=True):
         own[tuple(map(slice, core.shape))] = core
     return result
-
-
-def priced(weight: Weight, rule: str | None) -> Priced:
-    """What the indices of one weight are worth to a budget, in the mean over particles."""
-    if (method := _method(weight, rule)) == "rounding":
-        rows = [bond.mean(0) for bond in _singular_shares(weight)]
-        rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]  # rounding keeps no index for noise
-    else:
-        start = _start(weight, method)
-        rows = [_dropped(weight, start, bond)[1].mean(0) for bond in weight.equation.bonds]
-    return Priced(weight.equation, weight.layout.sizes, [row.tolist() for row in rows])
 
 
 def _method(weight: Weight, rule: str | None) -> str:
@@ -129,8 +119,68 @@ def _dropped(weight: Weight, cores: Cores, bond: str) -> tuple[Tensor, Tensor]:
 def _refitted(weight: Weight, whole: Sequence[Tensor], cores: Sequence[Tensor]) -> Sequence[Tensor]:
     """The cores fitted to what the weight was, where that brings them nearer."""
     fitted = algebra.refit(weight.equation, cores, algebra.operands(weight.equation, whole), SWEEPS)
-    return min(cores, fitted, key=lambda each: _change(weight, whole, each))
+    return min(cores, fitted, key=lambda each: relative_change(weight.module, whole, each))
 
 
-def _change(weight: Weight, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
-    return relative_change(weight.layout, weight.equation, old, new)
+@dataclass(frozen=True)
+class Priced:
+    """What the indices of one weight's bonds contribute, and how many entries they take."""
+
+    equation: Equation
+    modes: Sequence[int]
+    shares: Sequence[Sequence[float]]
+    """Per bond, what is lost of the weight's squared norm with each index, as a share of it; the last goes first."""
+
+    def entries(self, ranks: Sequence[int]) -> int:
+        """Entries of all cores with these ranks."""
+        return sum(map(math.prod, self.equation.shapes(self.modes, ranks)))
+
+    def freed(self, ranks: Sequence[int], bond: int) -> int:
+        """Entries that one index of this bond takes."""
+        shapes, label = self.equation.shapes(self.modes, ranks), self.equation.bonds[bond]
+        return sum(math.prod(shapes[core]) for core in self.equation.owners(label)) // ranks[bond]
+
+    def price(self, ranks: Sequence[int], bond: int) -> float:
+        """What the last index of a bond contributes to its weight, divided by the root of the entries it takes.
+
+        Dividing by the entries themselves would nearly minimise the sum of the layers' squared changes. But that hits
+        wide layers hard, and the more a layer has lost, the more harm the next loss does.
+        """
+        return self.shares[bond][ranks[bond] - 1] / math.sqrt(self.freed(ranks, bond))
+
+
+def priced(weight: Weight, rule: str | None) -> Priced:
+    """What the indices of one weight are worth to a budget, in the mean over particles."""
+    if (method := _method(weight, rule)) == "rounding":
+        rows = [bond.mean(0) for bond in _singular_shares(weight)]
+        rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]  # rounding keeps no index for noise
+    else:
+        start = _start(weight, method)
+        rows = [_dropped(weight, start, bond)[1].mean(0) for bond in weight.equation.bonds]
+    return Priced(weight.equation, weight.layout.sizes, [row.tolist() for row in rows])
+
+
+def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> list[tuple[int, ...]]:
+    """Ranks with which all cores and the `others`, parameters that are in no core, are at most so many `parameters`.
+
+    One rank index after another is dropped, always the one with the lowest price.
+    """
+    ranks = [list(map(len, weight.shares)) for weight in weights]
+    size = others + sum(map(Priced.entries, weights, ranks))
+    fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights)
+    if fewest > parameters:
+        raise ConfigError(
+            f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which {others:,} "
+            "are in no core. Allow more, or tensorize more layers."
+        )
+    bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own)) if own[bond] > 1]
+    cheapest = [(weights[n].price(ranks[n], bond), n, bond) for n, bond in bonds]
+    heapify(cheapest)
+    while size > parameters:
+        known, n, bond = heappop(cheapest)
+        if weights[n].price(ranks[n], bond) == known:  # else a neighbouring rank has fallen since: prices only rise
+            size -= weights[n].freed(ranks[n], bond)
+            ranks[n][bond] -= 1
+        if ranks[n][bond] > 1:
+            heappush(cheapest, (weights[n].price(ranks[n], bond), n, bond))
+    return list(map(tuple, ranks))

@@ -18,11 +18,7 @@ from bayestrain.prior.density import conditional_mode
 
 
 class Particles(Protocol):
-    """What compaction needs of a posterior.
-
-    `template` is a network of the particles' shape. `particles` holds what trains and `carried` the buffers, stacked:
-    ``{"model.<name in the template>": (n, ..)}``.
-    """
+    """What compaction needs of a posterior; tensors are stacked ``{"model.<name in the template>": (n, ..)}``."""
 
     particles: dict[str, Tensor]
     carried: dict[str, Tensor]
@@ -86,17 +82,14 @@ class Weight:
 
     @cached_property
     def exact(self) -> list[list[Tensor]]:
-        """The cores of every particle as the rules see them: in double precision, before any cut.
-
-        They are on the CPU, because many small decompositions are slow on a GPU.
-        """
+        """The cores of every particle before any cut, in double precision; many small SVDs are slow on a GPU."""
         stacked = [core.cpu().double() for core in self.cores]
         return [[core[i] for core in stacked] for i in range(self.number)]
 
     @cached_property
     def norms(self) -> Tensor:
         """``(n, 1)``: the norm of every particle's weight, without the padding of its tensor."""
-        norms = [[weight_norm(self.layout, self.equation, cores)] for cores in self.exact]
+        norms = [[weight_norm(self.module, cores)] for cores in self.exact]
         return torch.tensor(norms, dtype=torch.float64).clamp_min(1e-300)
 
     def fingerprint(self, rule: str | None) -> tuple[float, ...]:

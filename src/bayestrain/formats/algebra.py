@@ -1,7 +1,4 @@
-"""What can be computed from any equation: products, norms, contributions of rank indices, slices. Torch only.
-
-Functions take an `Equation` and its cores, return new tensors and never change their arguments.
-"""
+"""What can be computed from any equation and its cores: products, norms, contributions of rank indices, slices."""
 
 import math
 from collections import Counter
@@ -32,10 +29,9 @@ class Plan(NamedTuple):
 
 
 def contract(operands: Sequence[Operand], output: Labels) -> Tensor:
-    """The einsum of any number of operands, pair by pair along a planned path.
+    """The einsum of any number of operands and labels, pair by pair along a path that keeps intermediates small.
 
-    A label may be in any number of operands; labels that are not in the output are summed over. Unlike `torch.einsum`,
-    which contracts from left to right, the path keeps intermediates small, and there may be more than 52 labels.
+    `torch.einsum` goes from left to right, may form the dense tensor and knows 52 labels.
     """
     work = list(operands)
     shaped = tuple((labels, tuple(tensor.shape)) for tensor, labels in operands)
@@ -101,10 +97,7 @@ def _greedy(work: list[Labels], size: Mapping[str, int], output: Labels, by_grow
 
 
 def operands(equation: Equation, cores: Sequence[Tensor], primed: Sequence[str] = ()) -> list[Operand]:
-    """The cores with their labels, as `contract` takes them.
-
-    The labels `primed` get another name, for contractions of a network with another of the same equation.
-    """
+    """The cores with their labels; those in `primed` get another name, to contract a network with its twin."""
     return [
         (core, tuple(f"{label}'" if label in primed else label for label in labels))
         for core, labels in zip(cores, equation.cores, strict=True)
@@ -122,10 +115,8 @@ def inner(equation: Equation, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tenso
 
 
 def norm(equation: Equation, cores: Sequence[Tensor]) -> Tensor:
-    """The Frobenius norm of the full tensor. Differentiable away from zero.
-
-    Cores are divided by their own norms first, so that squares and long products stay in range.
-    """
+    """The Frobenius norm of the full tensor. Differentiable away from zero."""
+    # Cores are divided by their own norms first, so that squares and long products stay in range.
     sizes = [nonzero(torch.linalg.vector_norm(core.detach())) for core in cores]
     scaled = [core / size for core, size in zip(cores, sizes, strict=True)]
     log_size = torch.stack([size.log() for size in sizes]).sum()
@@ -138,27 +129,18 @@ def nonzero(size: Tensor) -> Tensor:
 
 
 def gram(equation: Equation, cores: Sequence[Tensor], bond: str) -> Tensor:
-    """``(R, R)``: the inner products of the R tensors that a bond's indices contribute; their sum is the full tensor.
-
-    It is the contraction of the network with itself with that label left open on both sides.
-    """
+    """``(R, R)``: the inner products of what a bond's indices contribute to the full tensor, which is their sum."""
     return contract(operands(equation, cores) + operands(equation, cores, equation.bonds), (bond, f"{bond}'"))
 
 
 def contributions(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
-    """For every bond the norm of what each of its indices contributes to the full tensor.
-
-    Unlike the norm of a slice, this does not depend on how the scale is spread over the cores.
-    """
+    """For every bond the norm of what each of its indices contributes, however the scale is spread over the cores."""
     return [gram(equation, cores, bond).diagonal().clamp_min(0.0).sqrt() for bond in equation.bonds]
 
 
 def drop_order(equation: Equation, cores: Sequence[Tensor], bond: str) -> tuple[Tensor, Tensor]:
-    """A bond's indices, least important first, and the exact error (norm) of dropping the first 1, 2, .. of them.
-
-    Dropping a set D of indices changes the tensor by the sum over D x D of `gram`.
-    """
-    cross = gram(equation, cores, bond)
+    """A bond's indices, least important first, and the exact error (norm) of dropping the first 1, 2, .. of them."""
+    cross = gram(equation, cores, bond)  # dropping a set of indices costs the sum over all pairs of them
     order = cross.diagonal().argsort()
     errors = cross[order][:, order].cumsum(0).cumsum(1).diagonal().clamp_min(0.0).sqrt()
     return order, errors.cummax(0).values
@@ -179,13 +161,9 @@ def slices(equation: Equation, cores: Sequence[Tensor], k: int, label: str) -> T
 def random_cores(
     equation: Equation, mode_sizes: Sequence[int], ranks: Sequence[int], variance: float, **options: Any
 ) -> list[Tensor]:
-    """Gaussian cores whose full tensor has entries of mean square `variance`, exactly.
-
-    An entry is a sum of ``prod(ranks)`` products of d core entries, so cores with entries of variance ``sigma^2`` give
-    it the variance ``prod(ranks) * sigma^(2d)``, which fluctuates from draw to draw; the last step removes that.
-    The `options` are those of `torch.randn`: generator, dtype, device.
-    """
+    """Gaussian cores (generator, dtype, device) whose full tensor has entries of mean square `variance`, exactly."""
     d, shapes = len(equation.cores), equation.shapes(mode_sizes, ranks)
+    # An entry is a sum of prod(ranks) products of d entries; what its variance fluctuates is corrected afterwards.
     sigma = (variance / math.prod(ranks)) ** (1 / (2 * d))
     cores = [sigma * torch.randn(shape, **options) for shape in shapes]
     if cores[0].is_meta:
@@ -200,8 +178,7 @@ def refit(
 ) -> list[Tensor]:
     """Cores of the same shapes, nearer to the tensor that contracting `target` makes, by alternating least squares.
 
-    Each core in turn is the exact least-squares solution given the others. Neither tensor is materialised: the target
-    may be the `operands` of a larger network.
+    Neither tensor is materialised: the target may be the `operands` of a larger network.
     """
     result, goal = [core.double() for core in cores], [(tensor.double(), labels) for tensor, labels in target]
     for _ in range(sweeps):

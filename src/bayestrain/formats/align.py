@@ -1,7 +1,6 @@
-"""Other cores for the same tensor: the gauge in which every rank index is a singular direction. Torch only.
+"""Other cores for the same tensor: the gauge in which every rank index is a singular direction (docs/method.md).
 
-The same tensor has many cores: between two cores a matrix and its inverse may be inserted. The prior sees single rank
-indices, so ranks are found sooner and more surely when each index is one singular direction (docs/method.md).
+The prior sees single rank indices, so ranks are found sooner and more surely.
 """
 
 from collections.abc import Sequence
@@ -18,11 +17,9 @@ LIVE = 1e-3
 
 
 def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> list[Tensor]:
-    """The same tensor in a gauge that shows single singular values, whatever the equation.
+    """The same tensor with every bond turned to singular directions: of the whole tensor in a tree, else of two cores.
 
-    In a tree, every bond turns to the singular directions of the whole tensor. In a network with loops, a bond between
-    two cores turns to the singular directions of that pair. A bond shared by more cores has no rotation: its indices
-    are balanced, so that all cores have the same share of each. New indices are ordered and signed to be as close as
+    A bond that more cores share cannot turn and is balanced. New indices are ordered and signed to be as close as
     possible to the old ones, so an optimiser's moments keep most of their meaning.
     """
     exact = [core.double() for core in cores]
@@ -106,14 +103,11 @@ def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Te
 
 
 def _nearest_order(turn: Tensor, alive: Tensor) -> Tensor:
-    """The order of the columns, largest entries first, that brings ``|turn|`` as close to the identity as possible.
-
-    Rows that are alive only get columns that are: the others may be orthogonal to them, but nothing else.
-    """
+    """The order of the columns, largest entries first, that brings ``|turn|`` as close to the identity as possible."""
     count = turn.shape[-1]
     likeness = (turn / torch.linalg.vector_norm(turn, dim=-2, keepdim=True)).abs()
     alive_column = torch.where(alive[..., None], likeness.square(), 0.0).sum(-2) > 0.5
-    likeness = torch.where(alive[..., None] == alive_column[..., None, :], likeness, -1.0)
+    likeness = torch.where(alive[..., None] == alive_column[..., None, :], likeness, -1.0)  # those alive stay together
     order, number = torch.zeros_like(alive, dtype=torch.int64), torch.arange(count, device=turn.device)
     for _ in range(count):
         best = likeness.flatten(-2).argmax(-1, keepdim=True)

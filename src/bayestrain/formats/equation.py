@@ -1,7 +1,6 @@
-"""`Equation`: a tensor network as an einsum. Plain tuples; knows no torch.
+"""`Equation`: a tensor network as an einsum, for example ``ax, xby, yc -> abc`` for a tensor train of three modes.
 
-A format is the equation of its tensors, for example ``ax, xby, yc -> abc`` for a tensor train of three modes. Labels in
-the output are *modes*. Labels that are summed over are *bonds*: each has a rank, and a ``lambda`` under the prior.
+Labels in the output are *modes*. Labels that are summed over are *bonds*: each has a rank.
 """
 
 from collections.abc import Sequence
@@ -16,10 +15,7 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Equation:
-    """The labels of every core's axes, and the modes of the tensor they make, in order.
-
-    Labels are strings of any length, so a network may have more than 52 of them.
-    """
+    """The labels (strings of any length) of every core's axes, and the modes of the tensor they make, in order."""
 
     cores: tuple[Labels, ...]
     modes: Labels
@@ -27,7 +23,7 @@ class Equation:
     def __post_init__(self) -> None:
         if any(len(set(labels)) != len(labels) for labels in (*self.cores, self.modes)):
             raise ConfigError(f"A label may appear only once in a core and once in the output, got {self}.")
-        if wrong := [mode for mode in self.modes if len(self._owners.get(mode, ())) != 1]:
+        if wrong := [mode for mode in self.modes if len(self.owners(mode)) != 1]:
             raise ConfigError(f"Every mode must belong to exactly one core, but {wrong} do not in {self}.")
         if lone := [bond for bond in self.bonds if len(self.owners(bond)) < 2]:
             raise ConfigError(f"A bond must join at least two cores, but {lone} belong to one in {self}.")
@@ -45,14 +41,9 @@ class Equation:
         return cls(tuple(tuple(core) for core in left.split(",")), tuple(right))
 
     @cached_property
-    def _owners(self) -> dict[str, tuple[int, ...]]:
-        labels = dict.fromkeys(label for core in self.cores for label in core)
-        return {label: tuple(k for k, core in enumerate(self.cores) if label in core) for label in labels}
-
-    @cached_property
     def bonds(self) -> Labels:
         """The labels that are summed over, in order of first appearance."""
-        return tuple(label for label in self._owners if label not in self.modes)
+        return tuple(dict.fromkeys(label for core in self.cores for label in core if label not in self.modes))
 
     @cached_property
     def powers(self) -> tuple[dict[str, float], ...]:
@@ -80,7 +71,7 @@ class Equation:
 
     def owners(self, label: str) -> tuple[int, ...]:
         """The numbers of the cores that have this label."""
-        return self._owners[label]
+        return tuple(k for k, core in enumerate(self.cores) if label in core)
 
     def axis(self, core: int, label: str) -> int:
         """The axis of a core that this label names."""

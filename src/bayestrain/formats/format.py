@@ -4,7 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from numbers import Integral
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,28 +21,23 @@ SWEEPS, STALLED = 200, 1e-4
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A family of tensor networks; two objects of one class are equal.
+    """A family of tensor networks, given by its `equation`; objects of one class are equal.
 
-    A format must say its `equation`. The rest follows from it; a format overrides a method only where it can do better
-    than the generic way. Cores are lists of tensors whose axes are the labels of the equation, in order.
+    A format overrides another method only where it can do better than the generic way.
     """
 
     name: ClassVar[str]
     splits: ClassVar[bool] = False
-    """Whether layers split their sizes into several modes by default, or leave every axis whole."""
+    """Whether layers split their sizes into several modes by default."""
 
     @abstractmethod
     def equation(self, modes: Sequence[int]) -> Equation:
-        """The equation of a tensor whose modes have these sizes; there may be any number of them, even one.
-
-        Most formats only need to know how many there are. A mode need not have a core of its own.
-        """
+        """The equation of a tensor whose modes, any number of them, have these sizes; a mode may have no own core."""
 
     def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
         """Cores of `tensor` with relative error at most `tol`, where `max_rank` allows it, and small ranks.
 
-        `max_rank` is one number or one per bond, and wins over `tol`. A tree is decomposed by singular values, any
-        other network by least squares from a random start. Half precision is computed in single.
+        A tree is decomposed by singular values, any other network by least squares from a random start.
         """
         check_tol(tol)
         if not bool(tensor.isfinite().all()):
@@ -77,10 +73,7 @@ class Format(ABC):
         return tuple(size[bond] for bond in bonds)
 
     def align(self, equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Other cores of the same tensor and shapes, whose rank indices are as independent as can be.
-
-        The prior and cuts by contribution see single indices. An index may become zero: it is cut next.
-        """
+        """Other cores of the same tensor and shapes, whose rank indices are as independent as can be."""
         return align(equation, cores)
 
     def rounds(self, equation: Equation) -> bool:
@@ -124,15 +117,12 @@ def fitted(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) 
         ranks = tuple(min(rank + (rank + 1) // 2, cap) for rank, cap in zip(ranks, caps, strict=True))
 
 
-def checked_rank(max_rank: object) -> int | tuple[int, ...]:
+def checked_rank(max_rank: Any) -> int | tuple[int, ...]:
     """One rank, or a tuple with one per bond, as plain integers of at least 1; NumPy's are taken, too."""
-    given = tuple(max_rank) if isinstance(max_rank, Sequence) else (max_rank,)
-    if any(isinstance(r, bool | str) or not hasattr(r, "__index__") or r.__index__() < 1 for r in given):
-        raise ConfigError(
-            f"max_rank must be an integer of at least 1, or a tuple of them, got {max_rank!r}. Try max_rank=20."
-        )
-    ranks = tuple(map(int, given))
-    return ranks if isinstance(max_rank, Sequence) else ranks[0]
+    given = max_rank if isinstance(max_rank, Sequence) else (max_rank,)
+    if not all(isinstance(r, Integral) and not isinstance(r, bool) and int(r) >= 1 for r in given):
+        raise ConfigError(f"max_rank must be an integer of at least 1, or a tuple of them, got {max_rank!r}. Try 20.")
+    return tuple(map(int, given)) if isinstance(max_rank, Sequence) else int(max_rank)
 
 
 def check_tol(tol: float) -> None:

@@ -1,8 +1,4 @@
-"""Factor any positive size into modes: the small sizes whose product is (at least) the size.
-
-Sizes with large prime factors have no balanced exact factorisation; the product of their modes is then a little larger
-than the size, and the layers hide the padding.
-"""
+"""Factor any positive size into modes: the small sizes whose product is the size, or a little more (padding)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,10 +17,9 @@ MAX_CORES = 4
 
 @lru_cache(maxsize=1024)
 def factor(size: int, count: int) -> tuple[int, ...]:
-    """Write `size` as a product of `count` modes, balanced, padded only where an exact product would be lopsided.
+    """Write `size` as a product of `count` modes with the smallest sum, padded only where an exact one is lopsided.
 
-    The smallest sum of modes wins (the cost of a tensor train grows with it), where a product that exceeds `size` pays
-    `PADDING_PENALTY` and the excess. Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
+    Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
     """
     if size < 1 or count < 1:
         raise ConfigError(f"A size and a number of modes must be at least 1, got size={size}, count={count}.")
@@ -54,10 +49,7 @@ def choose_count(*sizes: int) -> int:
 
 
 def check_modes(size: int, modes: Sequence[int] | None, count: int, what: str) -> tuple[int, ...]:
-    """`modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste.
-
-    Modes left out are chosen, `count` of them.
-    """
+    """`modes` as ints whose product covers `size`, none larger than it needs to be; if None, `count` of our choice."""
     if modes is None:
         return factor(size, count)
     modes = tuple(modes)

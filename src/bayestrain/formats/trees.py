@@ -1,7 +1,6 @@
-"""Singular values in any network without loops: decomposing a tensor, and rounding cores. Torch only.
+"""Singular values in any network without loops, where cutting a bond splits the network in two.
 
-Cutting a bond of a tree splits the network in two, so every bond has the singular values of a matrix. For a train this
-is TT-SVD and TT rounding (Oseledets 2011), for a Tucker tensor the higher-order SVD.
+For a train this is TT-SVD and TT rounding (Oseledets 2011), for a Tucker tensor the higher-order SVD.
 """
 
 import math
@@ -15,10 +14,7 @@ from bayestrain.formats.equation import Equation
 
 
 def decompose(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
-    """Cores with relative error at most `tol`, where the ranks `caps` allow it; near the best for the ranks found.
-
-    Each core in turn, children before their parents, takes the leading singular vectors of what remains.
-    """
+    """Cores with relative error at most `tol`, where `caps` allow it; each takes singular vectors of what remains."""
     cores, cap = [tensor] * len(equation.cores), dict(zip(equation.bonds, caps, strict=True))
     budget = tol * torch.linalg.vector_norm(tensor) / math.sqrt(max(len(caps), 1))
     rest, labels = tensor, list(equation.modes)
@@ -36,16 +32,13 @@ def decompose(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int
 
 
 def round(equation: Equation, cores: Sequence[Tensor], tol: float, caps: Sequence[int]) -> list[Tensor]:
-    """The same tensor to relative error `tol`, with the smallest ranks for it and at most `caps`.
-
-    It depends on the tensor and not on its gauge. The norm is spread evenly over the cores.
-    """
+    """The same tensor to relative error `tol`, with the smallest ranks for it and at most `caps`, in any gauge."""
     result, values, log_scale = singular_gauge(equation, cores)
     norm = torch.linalg.vector_norm(result[0])
     budget = tol * norm / math.sqrt(max(len(caps), 1))
     for bond, own, cap in zip(equation.bonds, values, caps, strict=True):
         result = keep(equation, result, bond, torch.arange(kept(own, budget, cap), device=own.device))
-    if norm > 0:
+    if norm > 0:  # it is spread evenly over the cores
         result[0] = result[0] / norm
         share = torch.exp((log_scale + norm.log()) / len(result))
         result = [core * share for core in result]
@@ -59,13 +52,10 @@ def singular_values(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]
 
 
 def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Cores of the tensor divided by ``exp(log_scale)`` whose indices are singular directions, and the singular values.
+    """Cores whose indices are singular directions, the singular values of every bond, and the log of a common factor.
 
     All cores but the first are orthonormal in the bond to their parent, so dropping the last indices of several bonds
-    projects the tensor once per bond: the errors add in squares at most.
-
-    Returns:
-        The cores, the singular values of every bond, largest first, and ``log_scale``, which keeps products in range.
+    projects the tensor once per bond: the errors add in squares at most. The factor keeps products in range.
     """
     result = [core.double() for core in cores]
     log_scale, values = result[0].new_zeros(()), dict.fromkeys(equation.bonds, result[0])
