@@ -4,7 +4,6 @@
 of which a plain model is one), `optimizers` slices or restarts the optimiser's state.
 """
 
-from bayestrain.compact.compaction import RULES, compact_
-from bayestrain.compact.report import CompactedLayer, CompactReport
+from bayestrain.compact.compaction import RULES, CompactedLayer, CompactReport, compact_
 
 __all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_"]

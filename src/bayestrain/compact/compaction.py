@@ -1,23 +1,87 @@
-"""`compact_`: cut ranks and make the cores physically smaller."""
+"""`compact_`: cut ranks, make the cores physically smaller, and report it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from bayestrain.compact.report import CompactedLayer, CompactReport
-from bayestrain.compact.rules import Cut, cheapest_ranks, cut, priced
+from bayestrain.compact.rules import cheapest_ranks, cut, priced
 from bayestrain.compact.weights import Particles, Weight, find_weights
 from bayestrain.errors import ConfigError
 from bayestrain.nn.sizes import count_parameters
+from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
 DEFAULT_TOL = 1e-2
 
 VANISHED = 1e-3
 """Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
+
+
+@dataclass(frozen=True)
+class CompactedLayer:
+    """One row of a `CompactReport`; `error` is the relative change of the weight (root mean square over particles)."""
+
+    name: str
+    ranks_before: tuple[int, ...]
+    ranks: tuple[int, ...]
+    parameters_before: int
+    parameters: int
+    error: float = 0.0
+    spectra: tuple[tuple[float, ...], ...] = ()
+    """Per bond what the rule compared, largest first, relative to the weight's norm: singular values, or what each
+    index contributes. Of particles, the root mean square."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rank fell."""
+        return self.ranks != self.ranks_before
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What `compact_` did. Prints as a table, with advice where something looks wrong."""
+
+    rule: str
+    tol: float
+    layers: tuple[CompactedLayer, ...]
+    parameters_before: int
+    parameters: int
+    notes: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rank fell."""
+        return any(layer.changed for layer in self.layers)
+
+    @property
+    def change(self) -> float:
+        """The largest relative change of a layer's weight."""
+        return max(layer.error for layer in self.layers)
+
+    def then(self, later: Self) -> Self:
+        """This report merged with a later one; of two changes of a weight it keeps the larger."""
+        rows = [
+            replace(after, ranks_before=row.ranks_before, parameters_before=row.parameters_before,
+                    error=max(row.error, after.error), spectra=row.spectra or after.spectra)
+            for row, after in zip(self.layers, later.layers, strict=True)
+        ]  # fmt: skip
+        notes = tuple(dict.fromkeys((*self.notes, *later.notes)))
+        return replace(later, layers=tuple(rows), parameters_before=self.parameters_before, notes=notes)
+
+    def __str__(self) -> str:
+        rows = [
+            [row.name, " ".join(map(str, row.ranks_before)), " ".join(map(str, row.ranks)),
+             f"{row.parameters_before:,}", f"{row.parameters:,}", f"{row.error:.1e}"]
+            for row in self.layers
+        ]  # fmt: skip
+        rows.append(["whole model", "", "", f"{self.parameters_before:,}", f"{self.parameters:,}", ""])
+        header = ["layer", "ranks before", "ranks", "parameters before", "parameters", "error"]
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        return text_table(header, rows, left_columns=3) + notes
 
 
 @torch.no_grad()
@@ -56,8 +120,7 @@ def compact_(
     template, weights = find_weights(model)
     size = count_parameters(template)
     if parameters is None:
-        done = [weight.module.compacted == (rule, tol, weight.fingerprint(rule)) for weight in weights]
-        cuts = [None if same else cut(weight, rule, tol) for weight, same in zip(weights, done, strict=True)]
+        cuts = [None if w.module.compacted == (rule, tol, w.fingerprint(rule)) else cut(w, rule, tol) for w in weights]
     else:
         ranks = [weight.ranks for weight in weights]
         if size > parameters:
@@ -66,22 +129,16 @@ def compact_(
         cuts = [None if own == w.ranks else cut(w, rule, tol, own) for w, own in zip(weights, ranks, strict=True)]
     rows = []
     for weight, found in zip(weights, cuts, strict=True):
-        rows.append(_applied(weight, found, optimizer))
+        before, entries = weight.ranks, weight.module.numel
+        if found is not None:
+            weight.write(found.cores, found.keep, optimizer)
+        error = found.error if found and weight.ranks != before else 0.0
+        spectra = found.spectra if found else ()
+        rows.append(CompactedLayer(weight.name, before, weight.ranks, entries, weight.module.numel, error, spectra))
         if parameters is None:
             weight.module.compacted = (rule, tol, weight.fingerprint(rule))
     notes = _notes(weights, rows, rule, tol, parameters is not None)
     return CompactReport(rule or "default", tol, tuple(rows), size, count_parameters(template), notes)
-
-
-def _applied(weight: Weight, cut: Cut | None, optimizer: torch.optim.Optimizer | None) -> CompactedLayer:
-    """Put a cut in place and report it."""
-    ranks, size = weight.ranks, weight.module.numel
-    if cut is None:
-        return CompactedLayer(weight.name, ranks, ranks, size, size)
-    weight.write(cut.cores, cut.keep, optimizer)
-    error = 0.0 if weight.ranks == ranks else cut.error
-    spectra = tuple(tuple(bond.mean(0).sqrt().tolist()) for bond in cut.shares)
-    return CompactedLayer(weight.name, ranks, weight.ranks, size, weight.module.numel, error, spectra)
 
 
 def _notes(

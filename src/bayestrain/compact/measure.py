@@ -48,21 +48,14 @@ def _axis_boxes(size: int, split: Sequence[int]) -> list[list[slice]]:
 
 
 def weight_inner(weight: FactorizedWeight, a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The inner product of two weights given by their cores."""
-
-    def inside(cores: Sequence[Tensor], box: Box) -> Sequence[Tensor]:
+    """The inner product of two weights given by their cores; `weight` says how they fold."""
+    found = []
+    for box in boxes(weight.layout):
+        pair = [a, b]
         for mode, index in zip(weight.equation.modes, box, strict=True):
-            cores = algebra.keep(weight.equation, cores, mode, index)
-        return cores
-
-    return math.fsum(
-        float(algebra.inner(weight.equation, inside(a, box), inside(b, box))) for box in boxes(weight.layout)
-    )
-
-
-def weight_norm(weight: FactorizedWeight, cores: Sequence[Tensor]) -> float:
-    """The norm of the weight that these cores stand for."""
-    return math.sqrt(max(weight_inner(weight, cores, cores), 0.0))
+            pair = [algebra.keep(weight.equation, cores, mode, index) for cores in pair]
+        found.append(float(algebra.inner(weight.equation, *pair)))
+    return math.fsum(found)
 
 
 def relative_change(weight: FactorizedWeight, old: Sequence[Tensor], new: Sequence[Tensor]) -> float:

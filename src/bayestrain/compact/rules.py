@@ -31,8 +31,8 @@ class Cut(NamedTuple):
     keep: dict[str, Tensor] | None
     """Per bond the surviving indices ``(n, rank)``; None if the rule mixes them."""
     error: float
-    shares: list[Tensor]
-    """Per bond ``(n, R)``, what is lost of the weight's squared norm with each index, the last to go first."""
+    spectra: tuple[tuple[float, ...], ...]
+    """Per bond the root of what is lost of the weight's squared norm with each index, in the mean over particles."""
 
 
 def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | None = None) -> Cut:
@@ -61,10 +61,11 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
     return _cut(weight, cores, keep, shares)
 
 
-def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: list[Tensor]) -> Cut:
+def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: Sequence[Tensor]) -> Cut:
     changes = [relative_change(weight.module, *pair) for pair in zip(weight.exact, cores, strict=True)]
     error = (sum(change**2 for change in changes) / len(changes)) ** 0.5
-    return Cut([_stacked(core) for core in zip(*cores, strict=True)], keep, error, shares)
+    spectra = tuple(tuple(bond.mean(0).sqrt().tolist()) for bond in shares)
+    return Cut([_stacked(core) for core in zip(*cores, strict=True)], keep, error, spectra)
 
 
 def _stacked(cores: Sequence[Tensor]) -> Tensor:
@@ -141,11 +142,8 @@ class Priced:
         return sum(math.prod(shapes[core]) for core in self.equation.owners(label)) // ranks[bond]
 
     def price(self, ranks: Sequence[int], bond: int) -> float:
-        """What the last index of a bond contributes to its weight, divided by the root of the entries it takes.
-
-        Dividing by the entries themselves would nearly minimise the sum of the layers' squared changes. But that hits
-        wide layers hard, and the more a layer has lost, the more harm the next loss does.
-        """
+        """What the last index of a bond contributes to its weight, divided by the root of the entries it takes."""
+        # Dividing by the entries would nearly minimise the sum of squared changes, but hits wide layers hard.
         return self.shares[bond][ranks[bond] - 1] / math.sqrt(self.freed(ranks, bond))
 
 
@@ -161,10 +159,7 @@ def priced(weight: Weight, rule: str | None) -> Priced:
 
 
 def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> list[tuple[int, ...]]:
-    """Ranks with which all cores and the `others`, parameters that are in no core, are at most so many `parameters`.
-
-    One rank index after another is dropped, always the one with the lowest price.
-    """
+    """Ranks with at most so many `parameters`, `others` of them in no core: the index of lowest price goes first."""
     ranks = [list(map(len, weight.shares)) for weight in weights]
     size = others + sum(map(Priced.entries, weights, ranks))
     fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from bayestrain.compact.measure import weight_norm
+from bayestrain.compact.measure import weight_inner
 from bayestrain.compact.optimizers import carry_state_
 from bayestrain.errors import ConfigError
 from bayestrain.nn.factorized import FactorizedWeight, RankState, replace_data
-from bayestrain.nn.sizes import factorized_weights
+from bayestrain.nn.sizes import layer_name
 from bayestrain.prior.density import conditional_mode
 
 
@@ -29,28 +29,24 @@ class Particles(Protocol):
 
 
 class Weight:
-    """One factorised weight of n particles, or of a plain model (`posterior` is None); checks that it can be compacted.
+    """The factorised weight at `path` of n particles, or of a plain model; refuses one that cannot be compacted."""
 
-    `path` is that of `module` in the network, which is the template of the particles.
-    """
-
-    def __init__(self, name: str, path: str, module: FactorizedWeight, posterior: Particles | None) -> None:
-        self.name, self.module, self.posterior = name, module, posterior
+    def __init__(self, path: str, module: FactorizedWeight, posterior: Particles | None) -> None:
+        self.name, self.module, self.posterior = layer_name(path), module, posterior
         self.format, self.equation, self.layout = module.format, module.equation, module.layout
         self.number = 1 if posterior is None else len(posterior)
         self._prefix = f"model.{path}." if path else "model."
-        self._stacks: Mapping[str, Tensor] = ChainMap(
-            *(() if posterior is None else (posterior.particles, posterior.carried))
-        )
+        stacks = () if posterior is None else (posterior.particles, posterior.carried)
+        self._stacks: Mapping[str, Tensor] = ChainMap(*stacks)
         finite = torch.stack([core.isfinite().flatten(1).all(1) for core in self.cores]).all(0).tolist()
         if not all(finite):
             who = "" if posterior is None else f" in particle {finite.index(False)} (see Posterior.drop_)"
             raise ConfigError(
-                f"Layer {name!r} has NaN or infinite weights{who}. Go back to a checkpoint from before that."
+                f"Layer {self.name!r} has NaN or infinite weights{who}. Go back to an earlier checkpoint."
             )
         if len({leaf is None for leaf in self.leaves}) > 1:
             raise ConfigError(
-                f"Layer {name!r} has cores that train and cores that are frozen, hence common to all particles: no cut "
+                f"Layer {self.name!r} has cores that train and cores that are frozen, the same in all particles: no cut "
                 "suits each of them. Freeze all of its cores, or none."
             )
 
@@ -89,8 +85,8 @@ class Weight:
     @cached_property
     def norms(self) -> Tensor:
         """``(n, 1)``: the norm of every particle's weight, without the padding of its tensor."""
-        norms = [[weight_norm(self.module, cores)] for cores in self.exact]
-        return torch.tensor(norms, dtype=torch.float64).clamp_min(1e-300)
+        squares = [[weight_inner(self.module, cores, cores)] for cores in self.exact]
+        return torch.tensor(squares, dtype=torch.float64).clamp_min(1e-300).sqrt()
 
     def fingerprint(self, rule: str | None) -> tuple[float, ...]:
         """Numbers that change when anything changes that this rule depends on."""
@@ -102,8 +98,7 @@ class Weight:
     ) -> None:
         """Put new cores ``(n, ..)`` in place; gradients, lambda and the optimiser's state are sliced along.
 
-        `keep` has per bond the indices ``(n, rank)`` that survive. If it is None, because the rule has mixed indices,
-        the optimiser's state restarts and lambda is solved for again.
+        If `keep` is None, because the rule has mixed indices, the state restarts and lambda is solved for again.
         """
         if [core.shape[1:] for core in cores] == [core.shape for core in self.module.cores]:
             return
@@ -130,16 +125,12 @@ class Weight:
         return result[0] if self.posterior is None else result
 
     def _write_lambdas(self, state: RankState, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None) -> None:
-        before, equation = self.log_lambdas, self.equation
+        before, starts = self.log_lambdas, [cores[0].new_zeros(rank) for rank in self.ranks]
         if keep is not None:
-            moved = [u.gather(1, keep[bond].to(u.device)) for u, bond in zip(before, equation.bonds, strict=True)]
+            moved = [u.gather(1, keep[bond].to(u.device)) for u, bond in zip(before, self.equation.bonds, strict=True)]
         else:
-
-            def mode(cores: list[Tensor]) -> list[Tensor]:
-                starts = [cores[0].new_zeros(rank) for rank in self.ranks]
-                return conditional_mode(equation, cores, starts, state.a, state.b, state.floor, start=state.start)
-
-            moved = vmap(mode)(list(cores))
+            mode = partial(conditional_mode, self.equation, us=starts, a=state.a, b=state.b, floor=state.floor)
+            moved = vmap(partial(mode, start=state.start))(list(cores))
         for bond, (u, old) in enumerate(zip(moved, before, strict=True)):
             new = u.to(old).contiguous()
             state.set_log_lambda(bond, new[0].clone())
@@ -150,8 +141,7 @@ class Weight:
 def find_weights(model: nn.Module | Particles) -> tuple[nn.Module, list[Weight]]:
     """The network whose shapes all particles have, and its factorised weights; raises if it has none."""
     template, posterior = (model, None) if isinstance(model, nn.Module) else (model.template, model)
-    paths = {id(module): path for path, module in template.named_modules()}
-    found = factorized_weights(template).items()
-    if not found:
+    paths = [(path, module) for path, module in template.named_modules() if isinstance(module, FactorizedWeight)]
+    if not paths:
         raise ConfigError("The model has no factorised weight to compact. Call bayestrain.tensorize_(model) first.")
-    return template, [Weight(name, paths[id(module)], module, posterior) for name, module in found]
+    return template, [Weight(path, module, posterior) for path, module in paths]

@@ -74,9 +74,8 @@ def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Te
     """The gauges of `align` and their inverses from the Gram matrices of one or many bonds, each ``(.., R, R)``.
 
     With P the Gram matrix of one side and Q that of the other, the gauge T makes both ``T^t P T`` and ``T^-1 Q T^-t``
-    diagonal; their product is the squared singular values. Each index keeps its ratio of left to right size, so no core
-    grows or shrinks as a whole. Bonds of smaller rank may be padded with zeros; there, and where an entry is not
-    finite, the gauge is the identity. No branch looks at a value, so a GPU is not waited for and `torch.vmap` works.
+    diagonal. Each index keeps its ratio of left to right size. Where bonds are padded with zeros, and where an entry is
+    not finite, the gauge is the identity. No branch looks at a value, so a GPU is not waited for and `vmap` works.
     """
     identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
     sane = (left.isfinite() & right.isfinite()).flatten(-2).all(-1)[..., None]

@@ -28,8 +28,7 @@ def factor(size: int, count: int) -> tuple[int, ...]:
         total = math.prod(modes)
         return sum(modes) * (1.0 if total == size else PADDING_PENALTY * total / size)
 
-    best = min(_ascending(size, count, 1), key=score)
-    pool = list(best)
+    pool = [*min(_ascending(size, count, 1), key=score)]
     return tuple(pool.pop(-1 if k % 2 == 0 else 0) for k in range(count))
 
 
