@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from bayestrain.nn.sizes import count_parameters
 from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
-DEFAULT_TOL = 1e-2
 
 VANISHED = 1e-3
 """Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
@@ -114,8 +113,7 @@ def compact_(
         optimizer: the optimiser that holds the cores, if it is to continue; the next step of any other raises an error.
     """
     if optimizer is None and not isinstance(model, nn.Module) and hasattr(model, "compact_"):
-        posterior: Any = model  # calls this function with its optimiser
-        return posterior.compact_(tol, parameters=parameters, rule=rule)  # type: ignore[no-any-return]
+        return model.compact_(tol, parameters=parameters, rule=rule)  # type: ignore[no-any-return]  # with its optimiser
     tol = _checked_tol(tol, rule, parameters)
     template, weights = find_weights(model)
     size = count_parameters(template)
@@ -145,8 +143,9 @@ def _notes(
     weights: Sequence[Weight], rows: Sequence[CompactedLayer], rule: str | None, tol: float, budget: bool
 ) -> tuple[str, ...]:
     """What looks wrong after these cuts, and what to try."""
-    notes = []
+    notes, moved = [], False
     for weight, row in zip(weights, rows, strict=True):
+        moved |= row.ranks != (weight.module.rank_state.start if weight.module.rank_state else row.ranks_before)
         bonds = zip(weight.equation.bonds, weight.log_lambdas if rule == "lambda" else (), strict=False)
         if emptied := [bond for bond, u in bonds if u.exp().mean(0).amax() <= tol]:
             notes.append(
@@ -163,9 +162,6 @@ def _notes(
         elif row.changed and max(row.ranks) == 1:
             remedy = "allow more parameters" if budget else "lower the prior weight"
             notes.append(f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}.")
-    states = [(weight.module.rank_state, row) for weight, row in zip(weights, rows, strict=True)]
-    before = [row.ranks_before if state is None else state.start for state, row in states]
-    moved = any(row.ranks != start for row, start in zip(rows, before, strict=True))
     if not (notes or moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):
         steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
         own_loop = steps if weights[0].posterior is None else ""
@@ -191,7 +187,7 @@ def _checked_tol(tol: float | None, rule: str | None, parameters: int | None) ->
         if tol is not None or rule == "lambda":
             raise ConfigError(f"parameters= replaces tol, and rule='lambda' takes none; got tol={tol}, rule={rule!r}.")
         return 0.0
-    tol = DEFAULT_TOL if tol is None else tol
+    tol = 1e-2 if tol is None else tol
     if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
         raise ConfigError(f"tol must lie in [0, 1), got {tol}. For a number of parameters, pass parameters=.")
     return tol

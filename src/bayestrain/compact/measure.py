@@ -15,13 +15,10 @@ from bayestrain.formats import algebra
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layout import Layout
 
-Box = tuple[Tensor, ...]
-"""Per mode the indices that are inside."""
-
 
 @lru_cache(maxsize=1024)
-def boxes(layout: Layout) -> tuple[Box, ...]:
-    """Disjoint boxes of a layout's tensor that hold all entries of the weight, and no padding."""
+def boxes(layout: Layout) -> tuple[tuple[Tensor, ...], ...]:
+    """Disjoint boxes, per mode the indices inside, that hold all entries of the weight and no padding."""
     found = []
     for parts in product(*map(_axis_boxes, layout.axes, layout.splits)):
         digits = [digit for part in parts for digit in part]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bayestrain.errors import ConfigError
@@ -18,10 +18,7 @@ _register_once = cache(register_optimizer_step_pre_hook)
 
 
 def carry_state_(
-    optimizer: torch.optim.Optimizer | None,
-    parameter: Tensor,
-    before: torch.Size,
-    take: Callable[[Tensor], Tensor] | None,
+    optimizer: Optimizer | None, parameter: Tensor, before: torch.Size, take: Callable[[Tensor], Tensor] | None
 ) -> None:
     """Slice the state of a parameter, which had the shape `before`, with `take`; without it the state restarts.
 
@@ -40,7 +37,7 @@ def carry_state_(
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _refuse_old_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_old_state(optimizer: Optimizer, *_: object) -> None:
     for parameter, shapes in list(_earlier_shapes.items()):
         state = optimizer.state.get(parameter, {})
         for value in state.values():

@@ -41,13 +41,11 @@ class Weight:
         finite = torch.stack([core.isfinite().flatten(1).all(1) for core in self.cores]).all(0).tolist()
         if not all(finite):
             who = "" if posterior is None else f" in particle {finite.index(False)} (see Posterior.drop_)"
-            raise ConfigError(
-                f"Layer {self.name!r} has NaN or infinite weights{who}. Go back to an earlier checkpoint."
-            )
+            raise ConfigError(f"Layer {self.name!r} has NaN or infinite weights{who}. Go back to a checkpoint.")
         if len({leaf is None for leaf in self.leaves}) > 1:
             raise ConfigError(
-                f"Layer {self.name!r} has cores that train and cores that are frozen, the same in all particles: no cut "
-                "suits each of them. Freeze all of its cores, or none."
+                f"Layer {self.name!r} has cores that train and cores that are frozen, hence the same in all particles: "
+                "no cut suits each of them. Freeze all of its cores, or none."
             )
 
     @property

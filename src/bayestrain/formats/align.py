@@ -34,7 +34,7 @@ def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> li
     return [new.to(old.dtype) for new, old in zip(exact, cores, strict=True)]
 
 
-def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[Tensor, ...]]:
     """Per bond of a tree the inner products ``(R, R)`` of what either side of it holds at each index."""
     own, twin = operands(equation, cores), operands(equation, cores, equation.bonds)
 
@@ -44,8 +44,7 @@ def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[T
         beyond = [(gram(other, x), (x, f"{x}'")) for other, x in others]
         return contract([own[k], twin[k], *beyond], (bond, f"{bond}'"))
 
-    pairs = {bond: equation.owners(bond) for bond in equation.bonds}
-    return {bond: (gram(first, bond), gram(second, bond)) for bond, (first, second) in pairs.items()}
+    return {bond: tuple(gram(k, bond) for k in equation.owners(bond)) for bond in equation.bonds}
 
 
 def change_gauge(
