@@ -90,7 +90,6 @@ def test_an_absolute_threshold_on_lambda_depends_on_the_gauge() -> None:
     reports = [compact_(with_lambda(each), rule="lambda") for each in (model, scaled)]
     assert ranks(model) != ranks(scaled)
     assert "collapsed" in str(reports[1])
-    assert min(scaled[0].factorized.ranks) >= 1
 
 
 @pytest.mark.parametrize(("kind", "rule"), [*CASES, ("tt", "lambda"), ("cp", "lambda")])
@@ -262,5 +261,4 @@ def test_a_bare_weight_and_a_shared_one_are_cut_once() -> None:
 
 def test_a_weight_without_bonds_stays() -> None:
     alone = FactorizedWeight(TensorTrain(), Layout((4,), (4,), ((4,),), ((0,),)), [torch.randn(4)])
-    report = compact_(nn.Sequential(alone))
-    assert (report.layers[0].ranks, report.changed) == ((), False)
+    assert compact_(nn.Sequential(alone)).layers[0].ranks == ()

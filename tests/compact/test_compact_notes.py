@@ -49,7 +49,6 @@ def test_a_weight_vanished_under_the_prior() -> None:
 
 def test_particles_are_counted_and_have_no_loop_of_their_own() -> None:
     particles = Particles([with_lambda(shrunk(factor=factor)) for factor in (1e-2, 0.5, 1e-2)])
-    (note,) = compact_(particles, 1e-9).notes
-    assert note.startswith("the weight of '0' has shrunk to almost nothing in 2 of 3 particles. The prior")
+    assert "'0' has shrunk to almost nothing in 2 of 3 particles. The prior" in str(compact_(particles, 1e-9))
     (note,) = compact_(Particles([with_lambda(shrunk(factor=0.5))]), 1e-9).notes
     assert note == "no rank moved. Train longer or with a larger prior weight, or raise tol."
