@@ -101,7 +101,7 @@ print(bt.summary(model))
 #   ``super().decompose(..)``.
 # - `round(equation, cores, tol, max_rank)` and `rounds(equation)`: the smallest ranks for a tolerance. Generic for
 #   trees; without it ranks are cut by contribution and the cores are fitted again (`algebra.refit`).
-# - `spectra(equation, cores)`: what a budget is spent by. `max_ranks(modes, max_rank)`: the largest useful rank of each
-#   bond. `shown_ranks(ranks)`: how people write them.
+# - `spectra(equation, cores)`: the values by which `round` cuts. `max_ranks(modes, max_rank)`: the largest useful rank
+#   of each bond. `shown_ranks(ranks)`: how people write them.
 # - `splits`: whether layers split their sizes into several modes by default, as trains and rings do. Others leave each
 #   axis whole.

@@ -1,70 +1,28 @@
 """Networks, formats and particles that the tests of compaction share."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
+from networks import Written
 from torch import Tensor, nn
 
 from bayestrain.formats import Equation, Format, TensorTrain, algebra
 from bayestrain.nn import FactorizedWeight, Layout
 from bayestrain.prior.density import conditional_mode
 
-
-class Given(Format):
-    """A format that is only its equation."""
-
-    text: ClassVar[str]
-
-    def equation(self, modes: Sequence[int]) -> Equation:  # noqa: ARG002
-        return Equation.parse(self.text)
-
-    def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
-        raise NotImplementedError
-
-
-class Tucker(Given):
-    name = "a tucker"
-    text = "xyz, ax, by, cz -> abc"
-
-
-class TuckerTwo(Given):
-    name = "a tucker whose last mode has no core"
-    text = "xyc, ax, by -> abc"
-
-
-class Ring(Given):
-    name = "a ring"
-    text = "rax, xby, ycr -> abc"
-
-
-class Cp(Given):
-    name = "a cp"
-    text = "ar, br, cr -> abc"
-
-
-class Star(Given):
-    name = "a star"
-    text = "xyzb, ax, y, cz -> abc"
-
-
-class Apart(Given):
-    name = "two cores joined by a bond, and one without"
-    text = "ax, xb, c -> abc"
-
-
-FORMATS: dict[str, Format] = {
-    "tt": TensorTrain(),
-    "tucker": Tucker(),
-    "tucker2": TuckerTwo(),
-    "ring": Ring(),
-    "cp": Cp(),
+OTHERS = {
+    "tucker": "xyz, ax, by, cz -> abc",
+    "tucker2": "xyc, ax, by -> abc",  # the last mode has no core of its own
+    "ring": "rax, xby, ycr -> abc",
+    "cp": "ar, br, cr -> abc",
+    "star": "xyzb, ax, y, cz -> abc",
+    "apart": "ax, xb, c -> abc",  # one core without bonds
 }
-NETWORKS: dict[str, Format] = {**FORMATS, "star": Star(), "apart": Apart(), "twenty": TensorTrain()}
-"""More, for what holds of any equation: the last is a train of twenty modes."""
+NETWORKS: dict[str, Format] = {"tt": TensorTrain(), "twenty": TensorTrain()}  # a train of three modes and one of twenty
+NETWORKS |= {kind: Written(Equation.parse(text)) for kind, text in OTHERS.items()}
+FORMATS = ("tt", "tucker", "tucker2", "ring", "cp")
+"""The others are for what holds of any equation."""
 
 PLANTED = {"tt": (3, 2), "tucker": (3, 2, 3), "tucker2": (3, 2), "ring": (2, 2, 3), "cp": (3,)}
 PLANTED |= {"star": (3, 2, 3), "apart": (3,), "twenty": (2,) * 19}
@@ -77,10 +35,6 @@ class Layer(nn.Module):
     def __init__(self, weight: FactorizedWeight) -> None:
         super().__init__()
         self.factorized = weight
-
-    @property
-    def outputs(self) -> int:
-        return self.factorized.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.factorized.dense().mT
@@ -106,9 +60,8 @@ def weight(
     cores = algebra.random_cores(equation, folding.sizes, ranks, 0.1, dtype=torch.float64)
     for bond in equation.bonds:
         core = equation.owners(bond)[-1]
-        axis = equation.axis(core, bond)
-        factors = decay ** torch.arange(cores[core].shape[axis], dtype=torch.float64)
-        cores[core] = cores[core] * factors.reshape([-1 if a == axis else 1 for a in range(cores[core].ndim)])
+        moved = cores[core].movedim(equation.axis(core, bond), -1)
+        moved *= decay ** torch.arange(moved.shape[-1], dtype=torch.float64)
     return FactorizedWeight(format, folding, cores)
 
 

@@ -1,26 +1,20 @@
 """`compact_`: what it promises about the weight, a second call and the report, for every format."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from compact_kit import FORMATS, PLANTED, Layer, change, dense, planted, weight, with_lambda
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from compact_kit import FORMATS, PLANTED, Layer, Particles, change, dense, planted, weight, with_lambda
 from torch import Tensor, nn
 
 from bayestrain.compact import compact_
 from bayestrain.errors import ConfigError
-from bayestrain.formats import algebra
+from bayestrain.formats import TensorTrain, algebra
 from bayestrain.formats.align import change_gauge
-from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLinear, count_parameters, ranks
+from bayestrain.nn import FactorizedWeight, Layout, TensorConv2d, TensorLinear, count_parameters, ranks
 
 RULES = (None, "rounding", "contribution")
-TREES = [kind for kind, format in FORMATS.items() if weight(kind).equation.is_tree]
-
-
+TREES = [kind for kind in FORMATS if weight(kind).equation.is_tree]
 CASES = [(kind, rule) for kind in FORMATS for rule in RULES if rule != "rounding" or kind in TREES]
 
 
@@ -48,50 +42,41 @@ def test_planted_ranks_are_found_and_made_physical(kind: str, rule: str | None) 
     assert [tuple(core.shape) for core in model[0].factorized.cores] == equation.shapes(sizes, PLANTED[kind])
     assert report.parameters == count_parameters(model) < report.parameters_before
     assert " ".join(map(str, PLANTED[kind])) in str(report)
-    (row,) = report.layers
-    kept = PLANTED[kind]
-    for bond, rank in zip(row.spectra, kept, strict=True):
+    for bond, rank in zip(report.layers[0].spectra, PLANTED[kind], strict=True):
         assert min(bond[:rank]) > 10 * max(bond[rank:], default=0.0)
 
 
-@pytest.mark.parametrize("kind", TREES)
-@given(st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
-def test_gauge_changes_alter_nothing_that_rounding_finds(kind: str, seed: int) -> None:
-    torch.manual_seed(0)
-    model, turned = planted(kind), planted(kind)
-    turned = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    own = turned[0].factorized
+def in_another_gauge(model: nn.Sequential, turn: bool) -> nn.Sequential:
+    """The same network; `turn` mixes the indices of every bond, otherwise they only change their scale."""
+    other = copy.deepcopy(model)
+    own = other[0].factorized
     cores: list[Tensor] = [core.detach() for core in own.cores]
     for bond in own.equation.bonds:
-        turn = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
-        turn = turn * 10 ** torch.randn(6, generator=generator, dtype=torch.float64)
-        cores = change_gauge(own.equation, cores, bond, turn, torch.linalg.inv(turn))
-    own.set_cores(cores)
-    torch.testing.assert_close(dense(turned), dense(model), rtol=1e-8, atol=1e-8)
-    for each in (model, turned):
-        compact_(each)
-    assert ranks(model) == ranks(turned) == {"0": PLANTED[kind]}
-    torch.testing.assert_close(dense(turned), dense(model), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_rescaling_alters_nothing_that_the_contribution_rule_keeps(kind: str) -> None:
-    model = planted(kind)
-    scaled = copy.deepcopy(model)
-    own = scaled[0].factorized
-    cores = [core.detach().clone() for core in own.cores]
-    for bond in own.equation.bonds:
-        scale = 10 ** torch.randn(6, dtype=torch.float64)
-        for core, factor in zip(own.equation.owners(bond)[:2], (scale, 1 / scale), strict=True):
+        scale, (first, second, *_) = 10 ** torch.randn(6, dtype=torch.float64), own.equation.owners(bond)
+        for core, factor in ((first, scale), (second, 1 / scale)):
             axis = own.equation.axis(core, bond)
-            cores[core] = cores[core] * factor.reshape([-1 if a == axis else 1 for a in range(cores[core].ndim)])
+            cores[core] = (cores[core].movedim(axis, -1) * factor).movedim(-1, axis)
+        if turn:
+            orthogonal = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
+            cores = change_gauge(own.equation, cores, bond, orthogonal, orthogonal.mT)
     own.set_cores(cores)
-    for each in (model, scaled):
-        compact_(each, rule="contribution")
-    assert ranks(model) == ranks(scaled)
-    torch.testing.assert_close(dense(scaled), dense(model), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(dense(other), dense(model), rtol=1e-8, atol=1e-8)
+    return other
+
+
+GAUGES = [(kind, None) for kind in TREES] + [(kind, "contribution") for kind in FORMATS]
+
+
+@pytest.mark.parametrize(("kind", "rule"), GAUGES)
+@pytest.mark.parametrize("seed", range(5))
+def test_gauge_changes_alter_nothing_that_a_rule_keeps(kind: str, rule: str | None, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = planted(kind)
+    other = in_another_gauge(model, turn=rule is None)
+    for each in (model, other):
+        compact_(each, rule=rule)
+    assert ranks(model) == ranks(other) == {"0": PLANTED[kind]}
+    torch.testing.assert_close(dense(other), dense(model), rtol=1e-6, atol=1e-8)
 
 
 def test_an_absolute_threshold_on_lambda_depends_on_the_gauge() -> None:
@@ -105,8 +90,6 @@ def test_an_absolute_threshold_on_lambda_depends_on_the_gauge() -> None:
     reports = [compact_(with_lambda(each), rule="lambda") for each in (model, scaled)]
     assert ranks(model) != ranks(scaled)
     assert "collapsed" in str(reports[1])
-    assert min(scaled[0].factorized.ranks) >= 1
-    assert "gauge" in (compact_.__doc__ or "")
 
 
 @pytest.mark.parametrize(("kind", "rule"), [*CASES, ("tt", "lambda"), ("cp", "lambda")])
@@ -229,6 +212,7 @@ def test_a_weight_of_zeros_keeps_rank_one() -> None:
         ({"rule": "lambda"}, "rule='lambda' needs lambda"),
         ({"tol": 0.1, "parameters": 900}, "parameters= replaces tol"),
         ({"rule": "lambda", "parameters": 900}, "parameters= replaces tol"),
+        *(({"parameters": n}, "an integer of at least 1") for n in (0, -5, 900.7, float("nan"), True, "900")),
     ],
 )
 def test_bad_arguments_leave_the_model_alone(arguments: dict[str, float], message: str) -> None:
@@ -240,7 +224,7 @@ def test_bad_arguments_leave_the_model_alone(arguments: dict[str, float], messag
 
 def test_formats_that_cannot_round_say_so() -> None:
     model = nn.Sequential(Layer(weight("tt")), Layer(weight("cp")))
-    with pytest.raises(ConfigError, match=r"layer '1' has format 'a cp'\. Leave rule out"):
+    with pytest.raises(ConfigError, match=r"layer '1' has format 'written'\. Leave rule out"):
         compact_(model, rule="rounding")
     assert ranks(model) == {"0": (6, 6), "1": (6,)}
     assert compact_(model, 0.9).rule == "default"
@@ -268,17 +252,13 @@ def test_models_without_a_factorised_weight_are_refused() -> None:
 def test_a_bare_weight_and_a_shared_one_are_cut_once() -> None:
     assert isinstance(own := planted("cp")[0].factorized, FactorizedWeight)
     assert compact_(own).layers[0].ranks == own.ranks == PLANTED["cp"]
+    bare = Particles([planted("cp")[0].factorized for _ in range(2)])
+    assert [(row.name, row.ranks) for row in compact_(bare).layers] == [("", PLANTED["cp"])]
     layer = planted("tt")[0]
     report = compact_(nn.Sequential(layer, nn.Linear(12, 20), layer))
     assert [row.ranks for row in report.layers] == [PLANTED["tt"]]
 
 
 def test_a_weight_without_bonds_stays() -> None:
-    layer = TensorLinear(6, 4, layout="split", in_modes=(6,), out_modes=(4,), max_rank=2)
-    compact_(nn.Sequential(layer), 0.5)
-    format, folding = FORMATS["tt"], layer.factorized.layout
-    one = type(folding)((4,), (4,), ((4,),), ((0,),))
-    alone = FactorizedWeight(format, one, [torch.randn(4)])
-    report = compact_(nn.Sequential(alone))
-    assert report.layers[0].ranks == ()
-    assert not report.changed
+    alone = FactorizedWeight(TensorTrain(), Layout((4,), (4,), ((4,),), ((0,),)), [torch.randn(4)])
+    assert compact_(nn.Sequential(alone)).layers[0].ranks == ()

@@ -1,7 +1,5 @@
 """Networks cut to a parameter budget, whatever their formats."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bayestrain.compact import CompactReport, compact_
+from bayestrain.compact import compact_
 from bayestrain.errors import ConfigError
 from bayestrain.nn import count_parameters, factorized_weights, ranks
 
@@ -71,21 +69,13 @@ def test_the_layer_that_can_spare_it_gives_it_up(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_network_that_is_small_enough_stays(kind: str) -> None:
     model = network(kind)
-    before = copy.deepcopy(model.state_dict())
-    report = compact_(model, parameters=count_parameters(model))
-    assert not report.changed
-    assert report.notes == ()
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_second_cut_to_the_same_budget_does_nothing(kind: str) -> None:
-    model = network(kind)
-    wanted = (smallest(model) + count_parameters(model)) // 2
-    compact_(model, parameters=wanted)
-    before = copy.deepcopy(model.state_dict())
-    assert not compact_(model, parameters=wanted).changed
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    for wanted in (count_parameters(model), (smallest(model) + count_parameters(model)) // 2):
+        compact_(model, parameters=wanted)
+        before, size = copy.deepcopy(model.state_dict()), count_parameters(model)
+        report = compact_(model, parameters=wanted)
+        assert (report.changed, report.notes, report.parameters) == (False, (), size)
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert size <= wanted
 
 
 def test_ranks_that_neighbours_cannot_use_go_for_free() -> None:
@@ -113,12 +103,6 @@ def test_a_look_at_a_budget_does_not_undo_that_a_tolerance_cuts_once() -> None:
     assert not compact_(model, 0.3).changed
 
 
-@pytest.mark.parametrize("wrong", [0, -5, 900.7, math.nan, True, "900"])
-def test_what_is_no_number_of_parameters_is_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="parameters must be an integer of at least 1"):
-        compact_(network("tt"), parameters=wrong)
-
-
 def test_too_few_parameters_are_refused_with_the_smallest_size() -> None:
     model = network("tt", "ring", "cp")
     least, others = smallest(model), 24 + 24 + 39
@@ -135,7 +119,6 @@ def test_two_reports_become_one() -> None:
     before = ranks(model)
     first, second = compact_(model, 0.2), compact_(model, parameters=smallest(model))
     both = first.then(second)
-    assert isinstance(both, CompactReport)
     assert {row.name: row.ranks_before for row in both.layers} == before
     assert {row.name: row.ranks for row in both.layers} == ranks(model)
     assert (both.parameters_before, both.parameters) == (first.parameters_before, second.parameters)

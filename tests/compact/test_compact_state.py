@@ -1,7 +1,5 @@
 """What follows the ranks: the optimiser's state, gradients, lambda, and the identity of parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -45,14 +43,12 @@ def train(
 
 def masks(own: FactorizedWeight, kept: list[Tensor]) -> list[Tensor]:
     """Per core ones at the indices that are kept."""
-    result = []
-    for labels in own.equation.cores:
-        mask = torch.ones([1] * len(labels), dtype=torch.float64)
+    of = dict(zip(own.equation.bonds, kept, strict=True))
+    result = [torch.ones_like(core) for core in own.cores]
+    for mask, labels in zip(result, own.equation.cores, strict=True):
         for axis, label in enumerate(labels):
-            if label in own.equation.bonds:
-                index = kept[own.equation.bonds.index(label)]
-                mask = mask * index.double().reshape([-1 if a == axis else 1 for a in range(len(labels))])
-        result.append(mask)
+            if label in of:
+                mask.movedim(axis, -1).mul_(of[label])
     return result
 
 

@@ -1,7 +1,5 @@
 """Random tensor networks of every kind, for tests that must hold for any equation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import ClassVar
@@ -29,30 +27,18 @@ def random_equation(seed: int) -> Equation:
     """A connected network of 2 to 6 cores, sometimes with loops, shared bonds, and cores of no or two modes."""
     rng = random.Random(seed)
     count = rng.randint(2, 6)
-    cores: list[list[str]] = [[] for _ in range(count)]
-    bonds = 0
-    for k in range(1, count):  # a tree
-        bond, bonds = f"r{bonds}", bonds + 1
-        cores[k].append(bond)
-        cores[rng.randrange(k)].append(bond)
-    for _ in range(rng.randint(0, 2)):  # loops and shared bonds
-        owners = rng.sample(range(count), rng.randint(2, count))
-        bond, bonds = f"r{bonds}", bonds + 1
-        for k in owners:
-            cores[k].append(bond)
+    owners = [(rng.randrange(k), k) for k in range(1, count)]  # a tree
+    owners += [rng.sample(range(count), rng.randint(2, count)) for _ in range(rng.randint(0, 2))]  # loops, shared bonds
+    cores: list[list[str]] = [[f"r{bond}" for bond, own in enumerate(owners) if k in own] for k in range(count)]
     modes = []
     for k in range(count):
-        for _ in range(rng.choice((0, 1, 1, 1, 2))):
+        for _ in range(rng.choice((0, 1, 1, 1, 2)) or int(k == count - 1 and not modes)):
             modes.append(f"m{len(modes)}")
             cores[k].append(modes[-1])
-    if not modes:
-        modes = ["m0"]
-        cores[0].append("m0")
     for core in cores:
         rng.shuffle(core)
-    order = list(modes)
-    rng.shuffle(order)
-    return Equation(tuple(tuple(core) for core in cores), tuple(order))
+    rng.shuffle(modes)
+    return Equation(tuple(map(tuple, cores)), tuple(modes))
 
 
 def random_cores(
@@ -66,6 +52,18 @@ def random_cores(
 
 
 EQUATIONS = [*NAMED.values(), *(random_equation(seed) for seed in range(12))]
+
+
+class Written(Format):
+    """A format of one equation, whatever the sizes of the modes."""
+
+    name: ClassVar[str] = "written"
+
+    def __init__(self, equation: Equation) -> None:
+        self.own = equation
+
+    def equation(self, modes: Sequence[int]) -> Equation:  # noqa: ARG002
+        return self.own
 
 
 class Ring(Format):

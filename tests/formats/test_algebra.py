@@ -1,13 +1,11 @@
 """The algebra of any equation, against numpy's einsum on random networks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 import torch
-from networks import EQUATIONS, NAMED, random_cores
+from networks import EQUATIONS, NAMED, Written, random_cores
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -29,24 +27,17 @@ def reference(equation: Equation, cores: list[Tensor]) -> np.ndarray:
     args: list[object] = []
     for core, labels in zip(cores, equation.cores, strict=True):
         args += [core.numpy(), [number[x] for x in labels]]
-    return np.einsum(*args, [number[x] for x in equation.output], optimize=True)
+    return np.einsum(*args, [number[x] for x in equation.modes], optimize=True)
 
 
 @pytest.mark.parametrize(("equation", "seed"), SEEDED)
-def test_the_dense_tensor_is_numpys(equation: Equation, seed: int) -> None:
-    cores = random_cores(equation, seed)
-    assert_close(algebra.dense(equation, cores).numpy(), reference(equation, cores))
-
-
-@pytest.mark.parametrize(("equation", "seed"), SEEDED)
-def test_norms_and_inner_products_are_those_of_the_dense_tensors(equation: Equation, seed: int) -> None:
+def test_tensors_norms_and_inner_products_are_numpys(equation: Equation, seed: int) -> None:
     cores = random_cores(equation, seed)
     sizes = equation.sizes([core.shape for core in cores])
-    others = [
-        torch.randn(shape, dtype=torch.float64)
-        for shape in equation.shapes([sizes[m] for m in equation.modes], [2] * len(equation.bonds))
-    ]
+    shapes = equation.shapes([sizes[m] for m in equation.modes], [2] * len(equation.bonds))
+    others = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     a, b = reference(equation, cores), reference(equation, others)
+    assert_close(algebra.dense(equation, cores).numpy(), a)
     assert_close(float(algebra.norm(equation, cores)), float(np.linalg.norm(a)))
     assert_close(float(algebra.inner(equation, cores, others)), float((a * b).sum()))
 
@@ -98,9 +89,8 @@ def singular_values(equation: Equation, whole: Tensor, bond: str) -> Tensor:
 
 def close_to_start(found: Tensor, expected: Tensor, tol: float) -> None:
     """The two agree where both have entries, and the others are zero."""
-    count = max(len(found), len(expected))
-    pad = [torch.cat([own, own.new_zeros(count - len(own))]) for own in (found, expected)]
-    assert_close(*pad, rtol=tol, atol=tol)
+    padded = torch.nn.utils.rnn.pad_sequence([found, expected])
+    assert_close(padded[:, 0], padded[:, 1], rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("equation", TREES, ids=str)
@@ -138,10 +128,8 @@ def test_balancing_gives_every_core_the_same_share_of_each_component() -> None:
     assert_close(norms, norms[:1].expand_as(norms))
 
 
-@pytest.mark.parametrize(("equation", "seed"), SEEDED)
+@pytest.mark.parametrize(("equation", "seed"), [case for case in SEEDED if case.values[0].bonds])
 def test_refitting_brings_cut_cores_nearer_to_the_tensor_they_came_from(equation: Equation, seed: int) -> None:
-    if not equation.bonds:
-        pytest.skip("nothing to cut")
     cores = random_cores(equation, seed, sizes=(3, 4), ranks=(3, 3))
     whole = algebra.dense(equation, cores)
     cut = algebra.keep(equation, cores, equation.bonds[0], torch.tensor([0, 1]))
@@ -155,7 +143,7 @@ def test_twenty_modes_are_contracted_through_small_intermediates() -> None:
     train = get("tt").equation([4] * 20)
     cores = algebra.random_cores(train, [4] * 20, [8] * 19, 1.0, dtype=torch.float64)
     pairs = algebra.operands(train, cores) + algebra.operands(train, cores, train.bonds)
-    plan = algebra.plan(tuple(x for _, x in pairs), tuple(tuple(t.shape) for t, _ in pairs), ())
+    plan = algebra.plan(tuple((labels, tuple(core.shape)) for core, labels in pairs), ())
     assert plan.largest <= 8 * 4 * 8  # the dense tensor has 4^20 entries
     assert_close(float(algebra.norm(train, cores)), 2.0**20)
     assert all(len(found) == 8 for found in algebra.contributions(train, cores))
@@ -179,7 +167,7 @@ def test_random_cores_have_the_variance_asked_for(equation: Equation, variance: 
     ("text", "error"),
     [
         ("ax, xb", "reads"),
-        ("ax, xb -> abz", "belong to none"),
+        ("ax, xb -> abz", "exactly one core"),
         ("ax, b -> ab", "join at least two cores"),
         ("ax, ax -> a", "exactly one core"),
         ("aa -> a", "only once"),
@@ -196,10 +184,11 @@ def test_cores_that_contradict_each_other_are_refused() -> None:
 
 
 def test_max_ranks_are_cut_to_what_neighbours_can_use() -> None:
-    assert algebra.max_ranks(NAMED["train"], (2, 5, 3), 100) == (2, 3)
-    assert algebra.max_ranks(NAMED["tucker"], (2, 5, 30), 100) == (2, 5, 10)
-    assert algebra.max_ranks(NAMED["cp"], (2, 5, 3), 100) == (6,)
+    train, tucker, cp = (Written(NAMED[kind]) for kind in ("train", "tucker", "cp"))
+    assert train.max_ranks((2, 5, 3), 100) == (2, 3)
+    assert tucker.max_ranks((2, 5, 30), 100) == (2, 5, 10)
+    assert cp.max_ranks((2, 5, 3), 100) == (6,)
     with pytest.raises(ConfigError, match="at least 1"):
-        algebra.max_ranks(NAMED["train"], (2, 5, 3), 0)
+        train.max_ranks((2, 5, 3), 0)
     with pytest.raises(ShapeError, match="one per bond"):
-        algebra.max_ranks(NAMED["train"], (2, 5, 3), (1, 2, 3))
+        train.max_ranks((2, 5, 3), (1, 2, 3))

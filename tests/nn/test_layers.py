@@ -77,7 +77,7 @@ def slow_weight(layer: TensorLayer, cores: list[np.ndarray]) -> np.ndarray:
     args: list[object] = []
     for core, labels in zip(cores, equation.cores, strict=True):
         args += [core, [number[x] for x in labels]]
-    tensor = np.einsum(*args, [number[x] for x in equation.output])
+    tensor = np.einsum(*args, [number[x] for x in equation.modes])
     weight = np.zeros(layout.padded)
     for factors in itertools.product(*map(range, layout.factors)):
         modes = []

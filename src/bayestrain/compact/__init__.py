@@ -1,10 +1,9 @@
 """Compaction: ranks that do not matter are cut, to a tolerance or to a parameter budget, in a network or n particles.
 
-`rules` cut one weight, `budget` finds ranks for a number of parameters, `weights` holds what is cut (particles of a
-network, of which a plain model is one), `optimizers` slices or restarts the optimiser's state.
+`rules` cut one weight and find ranks for a number of parameters, `weights` holds what is cut (particles of a network,
+of which a plain model is one), `optimizers` slices or restarts the optimiser's state.
 """
 
-from bayestrain.compact.compaction import RULES, compact_
-from bayestrain.compact.report import CompactedLayer, CompactReport
+from bayestrain.compact.compaction import RULES, CompactedLayer, CompactReport, compact_
 
 __all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_"]

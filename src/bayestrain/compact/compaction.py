@@ -1,24 +1,86 @@
-"""`compact_`: cut ranks and make the cores physically smaller."""
-
-from __future__ import annotations
+"""`compact_`: cut ranks, make the cores physically smaller, and report it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
 
-from bayestrain.compact.budget import cheapest_ranks
-from bayestrain.compact.report import CompactedLayer, CompactReport, notes_on
-from bayestrain.compact.rules import Cut, cut, priced
-from bayestrain.compact.weights import Particles, Ranks, Weight, find_weights
+from bayestrain.compact.rules import cheapest_ranks, cut, priced
+from bayestrain.compact.weights import Particles, Weight, find_weights
 from bayestrain.errors import ConfigError
 from bayestrain.nn.sizes import count_parameters
+from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
-DEFAULT_TOL = 1e-2
+
+VANISHED = 1e-3
+"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
+
+
+@dataclass(frozen=True)
+class CompactedLayer:
+    """One row of a `CompactReport`; `error` is the relative change of the weight (root mean square over particles)."""
+
+    name: str
+    ranks_before: tuple[int, ...]
+    ranks: tuple[int, ...]
+    parameters_before: int
+    parameters: int
+    error: float = 0.0
+    spectra: tuple[tuple[float, ...], ...] = ()
+    """Per bond what the rule compared, largest first, relative to the weight's norm: singular values, or what each
+    index contributes. Of particles, the root mean square."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rank fell."""
+        return self.ranks != self.ranks_before
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What `compact_` did. Prints as a table, with advice where something looks wrong."""
+
+    rule: str
+    tol: float
+    layers: tuple[CompactedLayer, ...]
+    parameters_before: int
+    parameters: int
+    notes: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether any rank fell."""
+        return any(layer.changed for layer in self.layers)
+
+    @property
+    def change(self) -> float:
+        """The largest relative change of a layer's weight."""
+        return max(layer.error for layer in self.layers)
+
+    def then(self, later: Self) -> Self:
+        """This report merged with a later one; of two changes of a weight it keeps the larger."""
+        rows = [
+            replace(after, ranks_before=row.ranks_before, parameters_before=row.parameters_before,
+                    error=max(row.error, after.error), spectra=row.spectra or after.spectra)
+            for row, after in zip(self.layers, later.layers, strict=True)
+        ]  # fmt: skip
+        notes = tuple(dict.fromkeys((*self.notes, *later.notes)))
+        return replace(later, layers=tuple(rows), parameters_before=self.parameters_before, notes=notes)
+
+    def __str__(self) -> str:
+        rows = [
+            [row.name, " ".join(map(str, row.ranks_before)), " ".join(map(str, row.ranks)),
+             f"{row.parameters_before:,}", f"{row.parameters:,}", f"{row.error:.1e}"]
+            for row in self.layers
+        ]  # fmt: skip
+        rows.append(["whole model", "", "", f"{self.parameters_before:,}", f"{self.parameters:,}", ""])
+        header = ["layer", "ranks before", "ranks", "parameters before", "parameters", "error"]
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        return text_table(header, rows, left_columns=3) + notes
 
 
 @torch.no_grad()
@@ -41,57 +103,78 @@ def compact_(
             particles); for "lambda" the absolute threshold. Default 1e-2.
         parameters: instead of a tolerance, how many parameters the model (each particle) may have. Ranks are cut, in
             whatever layers, where that changes the weights least; a model that is small enough stays as it is.
-        rule:
-            None: "rounding" where the format can; other formats are cut by contribution, then fitted again to what the
-            weight was.
-            "rounding": optimal truncation. It needs no lambda, sees only the weight, and finds the smallest ranks. It
-            mixes rank indices, so the optimiser's state of the cores that change restarts.
-            "contribution": drops the rank indices whose exact contribution to the weight fits the tolerance. The others
+        rule: None is "rounding" where the format can; other formats are cut by contribution, then fitted again.
+            "rounding" truncates optimally: the smallest ranks for the weight. It mixes rank indices, so the optimiser's
+            state of the cores that change restarts.
+            "contribution" drops the rank indices whose exact contribution to the weight fits the tolerance. The others
             stay as they are, so training continues with the optimiser's state.
-            "lambda": the paper's rule, lambda above a threshold. Not the default, because lambda's scale is a gauge:
-            multiplying a core by c and its neighbour by 1/c leaves the network as it is and moves every lambda, so an
-            absolute threshold may cut a bond that matters (it keeps at least rank 1), and it promises no error.
-        optimizer: the optimiser that holds the cores, if it is to continue. An optimiser that was not given keeps state
-            of the old shapes, and its next step raises an error.
+            "lambda" is the paper's rule, lambda above a threshold. Multiplying a core by c and its neighbour by 1/c
+            moves every lambda and leaves the network as it is, so it may cut a bond that matters; no error is promised.
+        optimizer: the optimiser that holds the cores, if it is to continue; the next step of any other raises an error.
     """
     if optimizer is None and not isinstance(model, nn.Module) and hasattr(model, "compact_"):
-        posterior: Any = model  # calls this function with its optimiser
-        return posterior.compact_(tol, parameters=parameters, rule=rule)  # type: ignore[no-any-return]
+        return model.compact_(tol, parameters=parameters, rule=rule)  # type: ignore[no-any-return]  # with its optimiser
     tol = _checked_tol(tol, rule, parameters)
     template, weights = find_weights(model)
     size = count_parameters(template)
     if parameters is None:
-        done = [weight.module.compacted == (rule, tol, weight.fingerprint(rule)) for weight in weights]
-        cuts = [None if same else cut(weight, rule, tol) for weight, same in zip(weights, done, strict=True)]
+        cuts = [None if w.module.compacted == (rule, tol, w.fingerprint(rule)) else cut(w, rule, tol) for w in weights]
     else:
-        ranks = _budgeted(weights, size, rule, parameters)
+        ranks = [weight.ranks for weight in weights]
+        if size > parameters:
+            others = size - sum(weight.module.numel for weight in weights)
+            ranks = cheapest_ranks([priced(weight, rule) for weight in weights], others, parameters)
         cuts = [None if own == w.ranks else cut(w, rule, tol, own) for w, own in zip(weights, ranks, strict=True)]
     rows = []
-    for weight, own in zip(weights, cuts, strict=True):
-        rows.append(_row(weight, own, optimizer))
+    for weight, found in zip(weights, cuts, strict=True):
+        before, entries = weight.ranks, weight.module.numel
+        if found is not None:
+            weight.write(found.cores, found.keep, optimizer)
+        error = found.error if found and weight.ranks != before else 0.0
+        spectra = found.spectra if found else ()
+        rows.append(CompactedLayer(weight.name, before, weight.ranks, entries, weight.module.numel, error, spectra))
         if parameters is None:
             weight.module.compacted = (rule, tol, weight.fingerprint(rule))
-    notes = notes_on(weights, cuts, rows, tol, parameters is not None)
+    notes = _notes(weights, rows, rule, tol, parameters is not None)
     return CompactReport(rule or "default", tol, tuple(rows), size, count_parameters(template), notes)
 
 
-def _row(weight: Weight, cut: Cut | None, optimizer: torch.optim.Optimizer | None) -> CompactedLayer:
-    """Put a cut in place and report it."""
-    row = CompactedLayer(weight.name, weight.ranks, weight.ranks, weight.module.numel, weight.module.numel, 0.0)
-    if cut is None:
-        return row
-    weight.write(cut.cores, cut.keep, optimizer)
-    spectra = tuple(tuple(bond.mean(0).sqrt().tolist()) for bond in cut.shares)
-    error = 0.0 if weight.ranks == row.ranks else cut.error
-    return replace(row, ranks=weight.ranks, parameters=weight.module.numel, error=error, spectra=spectra)
+def _notes(
+    weights: Sequence[Weight], rows: Sequence[CompactedLayer], rule: str | None, tol: float, budget: bool
+) -> tuple[str, ...]:
+    """What looks wrong after these cuts, and what to try."""
+    notes, moved = [], False
+    for weight, row in zip(weights, rows, strict=True):
+        moved |= row.ranks != (weight.module.rank_state.start if weight.module.rank_state else row.ranks_before)
+        bonds = zip(weight.equation.bonds, weight.log_lambdas if rule == "lambda" else (), strict=False)
+        if emptied := [bond for bond, u in bonds if u.exp().mean(0).amax() <= tol]:
+            notes.append(
+                f"{', '.join(emptied)} of {row.name!r} collapsed: no lambda is above {tol}, so rank 1 was kept. An "
+                "absolute threshold depends on the gauge; leave out rule='lambda'."
+            )
+        elif vanished := _vanished(weight):
+            where = f" in {vanished} of {weight.number} particles" if weight.number > 1 else ""
+            notes.append(
+                f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
+                "data before they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower "
+                "the prior's weight."
+            )
+        elif row.changed and max(row.ranks) == 1:
+            remedy = "allow more parameters" if budget else "lower the prior weight"
+            notes.append(f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}.")
+    if not (notes or moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):
+        steps = "check that prior.loss() is in the loss and prior.step() is called after each optimiser step, "
+        own_loop = steps if weights[0].posterior is None else ""
+        notes.append(f"no rank moved. Train longer or with a larger prior weight, {own_loop}or raise tol.")
+    return tuple(notes)
 
 
-def _budgeted(weights: Sequence[Weight], size: int, rule: str | None, parameters: int) -> list[Ranks]:
-    """Ranks with which a network of this size has at most so many parameters."""
-    if size <= parameters:
-        return [weight.ranks for weight in weights]
-    others = size - sum(weight.module.numel for weight in weights)
-    return cheapest_ranks([priced(weight, rule) for weight in weights], others, parameters)
+def _vanished(weight: Weight) -> int:
+    """In how many particles almost nothing is left of a weight under the prior, unless its norm is held."""
+    state = weight.module.rank_state
+    if state is None or state.held_norm > 0:  # before a normalisation the size of a weight means nothing
+        return 0
+    return int((weight.norms < VANISHED * weight.layout.shape[0] ** 0.5).sum())
 
 
 def _checked_tol(tol: float | None, rule: str | None, parameters: int | None) -> float:
@@ -104,7 +187,7 @@ def _checked_tol(tol: float | None, rule: str | None, parameters: int | None) ->
         if tol is not None or rule == "lambda":
             raise ConfigError(f"parameters= replaces tol, and rule='lambda' takes none; got tol={tol}, rule={rule!r}.")
         return 0.0
-    tol = DEFAULT_TOL if tol is None else tol
+    tol = 1e-2 if tol is None else tol
     if not (0.0 <= tol < 1.0 or (rule == "lambda" and tol >= 0.0)):
         raise ConfigError(f"tol must lie in [0, 1), got {tol}. For a number of parameters, pass parameters=.")
     return tol

@@ -1,14 +1,12 @@
 """What happens to an optimiser's state when a parameter is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bayestrain.errors import ConfigError
@@ -16,20 +14,18 @@ from bayestrain.errors import ConfigError
 _earlier_shapes: Any = WeakTensorKeyDictionary()
 """Parameters that were cut, with the shapes they had."""
 
+_register_once = cache(register_optimizer_step_pre_hook)
+
 
 def carry_state_(
-    optimizer: torch.optim.Optimizer | None,
-    parameter: Tensor,
-    before: torch.Size,
-    take: Callable[[Tensor], Tensor] | None,
+    optimizer: Optimizer | None, parameter: Tensor, before: torch.Size, take: Callable[[Tensor], Tensor] | None
 ) -> None:
     """Slice the state of a parameter, which had the shape `before`, with `take`; without it the state restarts.
 
-    State that has another shape than the parameter restarts, too. An optimiser that was not given and has state of the
-    old shape refuses its next step. PyTorch does not check this everywhere: fused optimisers would read beyond the end
-    of the new parameter.
+    An optimiser that was not given and has state of the old shape refuses its next step: a fused one would read beyond
+    the end of the new parameter.
     """
-    _watch_optimizers()
+    _register_once(_refuse_old_state)
     _earlier_shapes.setdefault(parameter, []).append(before)
     if optimizer is None or not (known := optimizer.state.pop(parameter, {})):
         return
@@ -41,12 +37,7 @@ def carry_state_(
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-@lru_cache(maxsize=1)
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_old_state)
-
-
-def _refuse_old_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_old_state(optimizer: Optimizer, *_: object) -> None:
     for parameter, shapes in list(_earlier_shapes.items()):
         state = optimizer.state.get(parameter, {})
         for value in state.values():

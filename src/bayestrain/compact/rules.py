@@ -1,23 +1,21 @@
-"""How each rule cuts one weight of n particles: particles keep indices of their own, but share the ranks.
+"""How each rule cuts one weight of n particles, and which ranks fit a parameter budget.
 
-A rank index means something different in every particle, so only errors are averaged, not indices: the rules
-use the root mean square, over particles, of the relative change of the weight.
+Particles share the ranks, but a rank index means something different in each of them, so only errors are averaged.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bayestrain.compact.budget import Priced
 from bayestrain.compact.measure import relative_change
-from bayestrain.compact.weights import Ranks, Weight
+from bayestrain.compact.weights import Weight
 from bayestrain.errors import ConfigError
-from bayestrain.formats import algebra
+from bayestrain.formats import Equation, algebra
 
 SWEEPS = 3
 """Sweeps of alternating least squares after a cut by contribution in a format that cannot round."""
@@ -26,42 +24,56 @@ Cores = Sequence[Sequence[Tensor]]
 """The cores of every particle."""
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """New cores of one weight, stacked ``(n, ..)``."""
 
     cores: list[Tensor]
-    error: float
-    shares: Sequence[Tensor] = ()
-    """Per bond ``(n, R)``, what is lost of the weight's squared norm with each index, the last to go first."""
-    keep: dict[str, Tensor] | None = None
+    keep: dict[str, Tensor] | None
     """Per bond the surviving indices ``(n, rank)``; None if the rule mixes them."""
-    emptied: Sequence[str] = ()
-    """Bonds that kept rank 1 although no mean of lambda is above the threshold."""
+    error: float
+    spectra: tuple[tuple[float, ...], ...]
+    """Per bond the root of what is lost of the weight's squared norm with each index, in the mean over particles."""
 
 
-def cut(weight: Weight, rule: str | None, tol: float, ranks: Ranks | None = None) -> Cut:
+def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | None = None) -> Cut:
     """Cut one weight to these ranks, or as far as the tolerance allows."""
     method = _method(weight, rule)
-    if method == "lambda":
-        return _by_lambda(weight, tol)
-    if method != "rounding":
-        return _by_contribution(weight, method, tol, ranks)
-    shares = _singular_shares(weight)
-    if ranks is None:  # the errors of the bonds add up in squares
-        ranks = tuple(_rank(bond, tol / len(shares) ** 0.5) for bond in shares)
-    return _rounded(weight, ranks, shares)
+    if method == "rounding":
+        shares = _singular_shares(weight)
+        ranks = ranks or tuple(_rank(bond, tol / len(shares) ** 0.5) for bond in shares)  # errors add up in squares
+        rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
+        return _cut(weight, rounded, None, shares)
+    keep, shares = {}, []
+    cores = _start(weight, method)
+    for number, bond in enumerate(weight.equation.bonds):
+        if method == "lambda":  # sorted: particles that did not start at one point have no indices in common
+            values, order = weight.log_lambdas[number].cpu().exp().sort(dim=1)
+            rank = max(int((values.mean(0) > tol).sum()), 1)
+        else:
+            order, share = _dropped(weight, cores, bond)
+            shares.append(share)
+            rank = _rank(share, tol / len(weight.ranks)) if ranks is None else ranks[number]  # at worst errors add up
+        keep[bond] = order[:, -rank:].sort(dim=1).values
+        pairs = zip(cores, keep[bond], strict=True)
+        cores = [algebra.keep(weight.equation, own, bond, index) for own, index in pairs]
+    if method == "refit":
+        return _cut(weight, [_refitted(weight, *pair) for pair in zip(weight.exact, cores, strict=True)], None, shares)
+    return _cut(weight, cores, keep, shares)
 
 
-def priced(weight: Weight, rule: str | None) -> Priced:
-    """What the indices of one weight are worth to a budget, in the mean over particles."""
-    if (method := _method(weight, rule)) == "rounding":
-        rows = [bond.mean(0) for bond in _singular_shares(weight)]
-        rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]  # rounding keeps no index for noise
-    else:
-        start = _start(weight, method)
-        rows = [_dropped(weight, start, bond)[1].mean(0) for bond in weight.equation.bonds]
-    return Priced(weight.equation, weight.layout.sizes, [row.tolist() for row in rows])
+def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: Sequence[Tensor]) -> Cut:
+    changes = [relative_change(weight.module, *pair) for pair in zip(weight.exact, cores, strict=True)]
+    error = (sum(change**2 for change in changes) / len(changes)) ** 0.5
+    spectra = tuple(tuple(bond.mean(0).sqrt().tolist()) for bond in shares)
+    return Cut([_stacked(core) for core in zip(*cores, strict=True)], keep, error, spectra)
+
+
+def _stacked(cores: Sequence[Tensor]) -> Tensor:
+    """One core of every particle; one that needs lower ranks is padded with zeros."""
+    result = cores[0].new_zeros(len(cores), *map(max, zip(*(core.shape for core in cores), strict=True)))
+    for own, core in zip(result, cores, strict=True):
+        own[tuple(map(slice, core.shape))] = core
+    return result
 
 
 def _method(weight: Weight, rule: str | None) -> str:
@@ -93,6 +105,11 @@ def _singular_shares(weight: Weight) -> list[Tensor]:
     return found
 
 
+def _start(weight: Weight, method: str) -> Cores:
+    """The cores whose indices are dropped: aligned ones where they are fitted again."""
+    return weight.exact if method != "refit" else [weight.format.align(weight.equation, own) for own in weight.exact]
+
+
 def _dropped(weight: Weight, cores: Cores, bond: str) -> tuple[Tensor, Tensor]:
     """The indices of a bond, least important first, and their shares, the last to go first; both ``(n, R)``."""
     orders, errors = zip(*(algebra.drop_order(weight.equation, own, bond) for own in cores), strict=True)
@@ -100,76 +117,65 @@ def _dropped(weight: Weight, cores: Cores, bond: str) -> tuple[Tensor, Tensor]:
     return torch.stack(orders), lost.diff(dim=1, prepend=torch.zeros_like(lost[:, :1])).flip(1)
 
 
-def _kept(weight: Weight, cores: Cores, bond: str, keep: Tensor) -> list[list[Tensor]]:
-    """The cores of every particle with its own indices ``(n, rank)`` of a bond only."""
-    return [algebra.keep(weight.equation, own, bond, index) for own, index in zip(cores, keep, strict=True)]
+def _refitted(weight: Weight, whole: Sequence[Tensor], cores: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The cores fitted to what the weight was, where that brings them nearer."""
+    fitted = algebra.refit(weight.equation, cores, algebra.operands(weight.equation, whole), SWEEPS)
+    return min(cores, fitted, key=lambda each: relative_change(weight.module, whole, each))
 
 
-def _rounded(weight: Weight, ranks: Ranks, shares: Sequence[Tensor]) -> Cut:
-    """Every particle rounded to the same ranks, padded with zeros where it needs less."""
-    rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
-    found = [weight.equation.ranks([core.shape for core in cores]) for cores in rounded]
-    shapes = weight.equation.shapes(weight.layout.sizes, [max(bond) for bond in zip(*found, strict=True)])
-    return _cut(weight, [list(map(_padded, cores, shapes)) for cores in rounded], shares)
+@dataclass(frozen=True)
+class Priced:
+    """What the indices of one weight's bonds contribute, and how many entries they take."""
+
+    equation: Equation
+    modes: Sequence[int]
+    shares: Sequence[Sequence[float]]
+    """Per bond, what is lost of the weight's squared norm with each index, as a share of it; the last goes first."""
+
+    def entries(self, ranks: Sequence[int]) -> int:
+        """Entries of all cores with these ranks."""
+        return sum(map(math.prod, self.equation.shapes(self.modes, ranks)))
+
+    def freed(self, ranks: Sequence[int], bond: int) -> int:
+        """Entries that one index of this bond takes."""
+        shapes, label = self.equation.shapes(self.modes, ranks), self.equation.bonds[bond]
+        return sum(math.prod(shapes[core]) for core in self.equation.owners(label)) // ranks[bond]
+
+    def price(self, ranks: Sequence[int], bond: int) -> float:
+        """What the last index of a bond contributes to its weight, divided by the root of the entries it takes."""
+        # Dividing by the entries would nearly minimise the sum of squared changes, but hits wide layers hard.
+        return self.shares[bond][ranks[bond] - 1] / math.sqrt(self.freed(ranks, bond))
 
 
-def _padded(core: Tensor, shape: Sequence[int]) -> Tensor:
-    missing = [want - have for have, want in zip(core.shape, shape, strict=True)]
-    return F.pad(core, [n for own in reversed(missing) for n in (0, own)])
+def priced(weight: Weight, rule: str | None) -> Priced:
+    """What the indices of one weight are worth to a budget, in the mean over particles."""
+    if (method := _method(weight, rule)) == "rounding":
+        rows = [bond.mean(0) for bond in _singular_shares(weight)]
+        rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]  # rounding keeps no index for noise
+    else:
+        start = _start(weight, method)
+        rows = [_dropped(weight, start, bond)[1].mean(0) for bond in weight.equation.bonds]
+    return Priced(weight.equation, weight.layout.sizes, [row.tolist() for row in rows])
 
 
-def _start(weight: Weight, method: str) -> Cores:
-    """The cores whose indices are dropped: aligned ones where they are fitted again."""
-    return weight.exact if method != "refit" else [weight.format.align(weight.equation, own) for own in weight.exact]
-
-
-def _by_contribution(weight: Weight, method: str, tol: float, ranks: Ranks | None) -> Cut:
-    """Drop, in every particle, equally many of the indices that contribute least to its weight."""
-    cores, keep, shares = _start(weight, method), {}, []
-    for number, bond in enumerate(weight.equation.bonds):
-        order, share = _dropped(weight, cores, bond)
-        # The errors of the bonds add up at worst.
-        rank = _rank(share, tol / len(weight.ranks)) if ranks is None else ranks[number]
-        keep[bond] = order[:, order.shape[1] - rank :].sort(dim=1).values
-        cores = _kept(weight, cores, bond, keep[bond])
-        shares.append(share)
-    if method != "refit":
-        return _cut(weight, cores, shares, keep)
-    unchanged = all(index.shape[1] == rank for index, rank in zip(keep.values(), weight.ranks, strict=True))
-    return _cut(weight, weight.exact if unchanged else _refitted(weight, cores), shares)
-
-
-def _refitted(weight: Weight, cores: Cores) -> Cores:
-    """The cores of every particle, fitted to what its weight was, where that brings them nearer."""
-    result = []
-    for whole, own in zip(weight.exact, cores, strict=True):
-        fitted = algebra.refit(weight.equation, own, algebra.operands(weight.equation, whole), SWEEPS)
-        before, after = (relative_change(weight.layout, weight.equation, whole, each) for each in (own, fitted))
-        result.append(fitted if after < before else own)
-    return result
-
-
-def _by_lambda(weight: Weight, threshold: float) -> Cut:
-    """The paper's rule: as many indices as the mean of lambda, sorted in every particle, has above the threshold.
-
-    Sorting is ours: particles that did not start at one point have no indices in common to average over.
-    """
-    cores, keep, emptied = weight.exact, {}, []
-    for bond, u in zip(weight.equation.bonds, weight.log_lambdas, strict=True):
-        values, order = u.cpu().exp().sort(dim=1, descending=True)  # (n, R)
-        rank = int((values.mean(0) > threshold).sum())
-        if rank == 0:
-            emptied.append(bond)
-        keep[bond] = order[:, : max(rank, 1)].sort(dim=1).values
-        cores = _kept(weight, cores, bond, keep[bond])
-    return _cut(weight, cores, (), keep, emptied)
-
-
-def _cut(
-    weight: Weight, cores: Cores, shares: Sequence[Tensor], keep: dict[str, Tensor] | None = None,
-    emptied: Sequence[str] = (),
-) -> Cut:  # fmt: skip
-    pairs = zip(weight.exact, cores, strict=True)
-    squares = [relative_change(weight.layout, weight.equation, *pair) ** 2 for pair in pairs]
-    stacked = [torch.stack(core) for core in zip(*cores, strict=True)]
-    return Cut(stacked, (sum(squares) / len(squares)) ** 0.5, shares, keep, emptied)
+def cheapest_ranks(weights: Sequence[Priced], others: int, parameters: int) -> list[tuple[int, ...]]:
+    """Ranks with at most so many `parameters`, `others` of them in no core: the index of lowest price goes first."""
+    ranks = [list(map(len, weight.shares)) for weight in weights]
+    size = others + sum(map(Priced.entries, weights, ranks))
+    fewest = others + sum(weight.entries([1] * len(weight.shares)) for weight in weights)
+    if fewest > parameters:
+        raise ConfigError(
+            f"{parameters:,} parameters are too few: with every rank at 1 there are {fewest:,}, of which {others:,} "
+            "are in no core. Allow more, or tensorize more layers."
+        )
+    bonds = [(n, bond) for n, own in enumerate(ranks) for bond in range(len(own)) if own[bond] > 1]
+    cheapest = [(weights[n].price(ranks[n], bond), n, bond) for n, bond in bonds]
+    heapify(cheapest)
+    while size > parameters:
+        known, n, bond = heappop(cheapest)
+        if weights[n].price(ranks[n], bond) == known:  # else a neighbouring rank has fallen since: prices only rise
+            size -= weights[n].freed(ranks[n], bond)
+            ranks[n][bond] -= 1
+        if ranks[n][bond] > 1:
+            heappush(cheapest, (weights[n].price(ranks[n], bond), n, bond))
+    return list(map(tuple, ranks))

@@ -1,7 +1,6 @@
 """What is compacted: the factorised weights of n particles of one network. A plain model is one particle."""
 
-from __future__ import annotations
-
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Protocol
@@ -10,25 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from bayestrain.compact.measure import weight_norm
+from bayestrain.compact.measure import weight_inner
 from bayestrain.compact.optimizers import carry_state_
 from bayestrain.errors import ConfigError
-from bayestrain.nn.factorized import FactorizedWeight, replace_data
-from bayestrain.nn.sizes import factorized_weights
+from bayestrain.nn.factorized import FactorizedWeight, RankState, replace_data
+from bayestrain.nn.sizes import layer_name
 from bayestrain.prior.density import conditional_mode
-
-Ranks = tuple[int, ...]
-
-VANISHED = 1e-3
-"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
 
 
 class Particles(Protocol):
-    """What compaction needs of a posterior.
-
-    `template` is a network of the particles' shape. `particles` holds what trains and `carried` the buffers, stacked:
-    ``{"model.<name in the template>": (n, ..)}``.
-    """
+    """What compaction needs of a posterior; tensors are stacked ``{"model.<name in the template>": (n, ..)}``."""
 
     particles: dict[str, Tensor]
     carried: dict[str, Tensor]
@@ -39,87 +29,62 @@ class Particles(Protocol):
 
 
 class Weight:
-    """One factorised weight of n particles; refuses one that cannot be compacted.
+    """The factorised weight at `path` of n particles, or of a plain model; refuses one that cannot be compacted."""
 
-    Args:
-        name: of the layer.
-        path: of the module in the network; empty if it is the whole network.
-        module: the weight itself, or its place in the template of the particles.
-        posterior: the particles; None for a plain model.
-    """
-
-    def __init__(self, name: str, path: str, module: FactorizedWeight, posterior: Particles | None) -> None:
-        self.name, self.module, self.posterior = name, module, posterior
+    def __init__(self, path: str, module: FactorizedWeight, posterior: Particles | None) -> None:
+        self.name, self.module, self.posterior = layer_name(path), module, posterior
         self.format, self.equation, self.layout = module.format, module.equation, module.layout
         self.number = 1 if posterior is None else len(posterior)
         self._prefix = f"model.{path}." if path else "model."
+        stacks = () if posterior is None else (posterior.particles, posterior.carried)
+        self._stacks: Mapping[str, Tensor] = ChainMap(*stacks)
         finite = torch.stack([core.isfinite().flatten(1).all(1) for core in self.cores]).all(0).tolist()
         if not all(finite):
             who = "" if posterior is None else f" in particle {finite.index(False)} (see Posterior.drop_)"
-            raise ConfigError(
-                f"Layer {name!r} has NaN or infinite weights{who}. Go back to a checkpoint from before that."
-            )
+            raise ConfigError(f"Layer {self.name!r} has NaN or infinite weights{who}. Go back to a checkpoint.")
         if len({leaf is None for leaf in self.leaves}) > 1:
             raise ConfigError(
-                f"Layer {name!r} has cores that train and cores that are frozen, hence common to all particles: no cut "
-                "suits each of them. Freeze all of its cores, or none."
+                f"Layer {self.name!r} has cores that train and cores that are frozen, hence the same in all particles: "
+                "no cut suits each of them. Freeze all of its cores, or none."
             )
 
     @property
     def leaves(self) -> list[Tensor | None]:
         """Per core the tensor that an optimiser knows; None if it is frozen, and so common to all particles."""
-        if self.posterior is None:
-            return list(self.module.cores)
-        return [self.posterior.particles.get(f"{self._prefix}cores.{k}") for k in range(len(self.module.cores))]
+        cores = enumerate(self.module.cores)
+        return [core if self.posterior is None else self._stacks.get(f"{self._prefix}cores.{k}") for k, core in cores]
+
+    def _all(self, name: str, own: Tensor) -> Tensor:
+        """One of the module's tensors in all particles, stacked ``(n, ..)``."""
+        return self._stacks.get(f"{self._prefix}{name}", own.expand(self.number, *own.shape)).detach()
 
     @property
     def cores(self) -> list[Tensor]:
         """The cores of all particles, stacked ``(n, ..)``."""
-        stacks = {} if self.posterior is None else self.posterior.particles
-        own = [core.expand(self.number, *core.shape) for core in self.module.cores]
-        return [stacks.get(f"{self._prefix}cores.{k}", core).detach() for k, core in enumerate(own)]
+        return [self._all(f"cores.{k}", core) for k, core in enumerate(self.module.cores)]
 
     @property
     def log_lambdas(self) -> list[Tensor]:
         """``log lambda`` of every bond, stacked ``(n, R)``; empty if the weight has no lambda."""
-        stacks = {} if self.posterior is None else self.posterior.carried
-        own = enumerate(() if self.module.rank_state is None else self.module.rank_state.log_lambdas)
-        return [stacks.get(f"{self._prefix}rank_state.log_lambda_{bond}", u[None]) for bond, u in own]
+        own = [] if self.module.rank_state is None else self.module.rank_state.log_lambdas
+        return [self._all(f"rank_state.log_lambda_{bond}", u) for bond, u in enumerate(own)]
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> tuple[int, ...]:
         """The rank of every bond."""
         return self.module.ranks
 
     @cached_property
     def exact(self) -> list[list[Tensor]]:
-        """The cores of every particle as the rules see them: in double precision, before any cut.
-
-        They are on the CPU, because many small decompositions are slow on a GPU.
-        """
+        """The cores of every particle before any cut, in double precision; many small SVDs are slow on a GPU."""
         stacked = [core.cpu().double() for core in self.cores]
         return [[core[i] for core in stacked] for i in range(self.number)]
 
     @cached_property
     def norms(self) -> Tensor:
         """``(n, 1)``: the norm of every particle's weight, without the padding of its tensor."""
-        norms = [[weight_norm(self.layout, self.equation, cores)] for cores in self.exact]
-        return torch.tensor(norms, dtype=torch.float64).clamp_min(1e-300)
-
-    @property
-    def vanished(self) -> list[int]:
-        """The particles in which almost nothing is left of a weight under the prior, unless its norm is held."""
-        state = self.module.rank_state
-        if state is None or state.held_norm > 0:  # before a normalisation the size of a weight means nothing
-            return []
-        small = self.norms.flatten() < VANISHED * self.layout.shape[0] ** 0.5
-        return small.nonzero().flatten().tolist()  # type: ignore[no-any-return]
-
-    @property
-    def has_been_cut(self) -> bool:
-        """Whether any rank is lower than where the prior started."""
-        state = self.module.rank_state
-        return state is not None and any(now < start for now, start in zip(self.ranks, state.start, strict=True))
+        squares = [[weight_inner(self.module, cores, cores)] for cores in self.exact]
+        return torch.tensor(squares, dtype=torch.float64).clamp_min(1e-300).sqrt()
 
     def fingerprint(self, rule: str | None) -> tuple[float, ...]:
         """Numbers that change when anything changes that this rule depends on."""
@@ -131,8 +96,7 @@ class Weight:
     ) -> None:
         """Put new cores ``(n, ..)`` in place; gradients, lambda and the optimiser's state are sliced along.
 
-        `keep` has per bond the indices ``(n, rank)`` that survive. If it is None, because the rule has mixed indices,
-        the optimiser's state restarts and lambda is solved for again.
+        If `keep` is None, because the rule has mixed indices, the state restarts and lambda is solved for again.
         """
         if [core.shape[1:] for core in cores] == [core.shape for core in self.module.cores]:
             return
@@ -145,31 +109,26 @@ class Weight:
             take = None if keep is None else partial(self._take, self.equation.cores[k], keep)
             leaf.grad = None if grad is None or take is None else take(grad)
             carry_state_(optimizer, leaf, shape, take)
-        self._write_lambdas(cores, keep)
+        if self.module.rank_state is not None:
+            self._write_lambdas(self.module.rank_state, cores, keep)
 
     def _take(self, labels: Sequence[str], keep: Mapping[str, Tensor], tensor: Tensor) -> Tensor:
         """Cut a tensor shaped like a leaf to the surviving indices of each of its bonds."""
         result = tensor[None] if self.posterior is None else tensor
         for axis, label in enumerate(labels, start=1):
             if label in keep:
-                shape = [1] * result.ndim
-                shape[0], shape[axis] = keep[label].shape
-                result = result.take_along_dim(keep[label].to(tensor.device).view(shape), dim=axis)
+                index = keep[label].to(tensor.device)
+                shape = [-1 if a == axis else 1 for a in range(1, result.ndim)]
+                result = result.take_along_dim(index.view(self.number, *shape), dim=axis)
         return result[0] if self.posterior is None else result
 
-    def _write_lambdas(self, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None) -> None:
-        state, equation, before = self.module.rank_state, self.equation, self.log_lambdas
-        if state is None:
-            return
+    def _write_lambdas(self, state: RankState, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None) -> None:
+        before, starts = self.log_lambdas, [cores[0].new_zeros(rank) for rank in self.ranks]
         if keep is not None:
-            moved = [u.gather(1, keep[bond].to(u.device)) for u, bond in zip(before, equation.bonds, strict=True)]
+            moved = [u.gather(1, keep[bond].to(u.device)) for u, bond in zip(before, self.equation.bonds, strict=True)]
         else:
-
-            def mode(cores: list[Tensor]) -> list[Tensor]:
-                starts = [cores[0].new_zeros(rank) for rank in equation.ranks([core.shape for core in cores])]
-                return conditional_mode(equation, cores, starts, state.a, state.b, state.floor, start=state.start)
-
-            moved = vmap(mode)(list(cores))
+            mode = partial(conditional_mode, self.equation, us=starts, a=state.a, b=state.b, floor=state.floor)
+            moved = vmap(partial(mode, start=state.start))(list(cores))
         for bond, (u, old) in enumerate(zip(moved, before, strict=True)):
             new = u.to(old).contiguous()
             state.set_log_lambda(bond, new[0].clone())
@@ -179,10 +138,8 @@ class Weight:
 
 def find_weights(model: nn.Module | Particles) -> tuple[nn.Module, list[Weight]]:
     """The network whose shapes all particles have, and its factorised weights; raises if it has none."""
-    posterior = None if isinstance(model, nn.Module) else model
-    template = model if isinstance(model, nn.Module) else model.template
-    paths = {id(module): path for path, module in template.named_modules()}
-    found = factorized_weights(template).items()
-    if not found:
+    template, posterior = (model, None) if isinstance(model, nn.Module) else (model.template, model)
+    paths = [(path, module) for path, module in template.named_modules() if isinstance(module, FactorizedWeight)]
+    if not paths:
         raise ConfigError("The model has no factorised weight to compact. Call bayestrain.tensorize_(model) first.")
-    return template, [Weight(name, paths[id(module)], module, posterior) for name, module in found]
+    return template, [Weight(path, module, posterior) for path, module in paths]

@@ -1,10 +1,7 @@
-"""Other cores for the same tensor: the gauge in which every rank index is a singular direction. Torch only.
+"""Other cores for the same tensor: the gauge in which every rank index is a singular direction (docs/method.md).
 
-The same tensor has many cores: between two cores a matrix and its inverse may be inserted. The prior sees single rank
-indices, so ranks are found sooner and more surely when each index is one singular direction (docs/method.md).
+The prior sees single rank indices, so ranks are found sooner and more surely.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,19 +9,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bayestrain.formats.algebra import contract, operands
-from bayestrain.formats.equation import Equation, Labels
+from bayestrain.formats.algebra import contract, operands, slices
+from bayestrain.formats.equation import Equation
 
 LIVE = 1e-3
 """`align` leaves indices unchanged that contribute less than this share of their bond's largest contribution."""
 
 
 def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> list[Tensor]:
-    """The same tensor in a gauge that shows single singular values, whatever the equation.
+    """The same tensor with every bond turned to singular directions: of the whole tensor in a tree, else of two cores.
 
-    In a tree, every bond turns to the singular directions of the whole tensor. In a network with loops, a bond between
-    two cores turns to the singular directions of that pair. A bond shared by more cores has no rotation: its indices
-    are balanced, so that all cores have the same share of each. New indices are ordered and signed to be as close as
+    A bond that more cores share cannot turn and is balanced. New indices are ordered and signed to be as close as
     possible to the old ones, so an optimiser's moments keep most of their meaning.
     """
     exact = [core.double() for core in cores]
@@ -33,12 +28,13 @@ def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> li
         if len(owners := equation.owners(bond)) > 2:
             exact = balance(equation, exact, bond)
             continue
-        left, right = grams[bond] if grams else [_gram(exact[k], equation.cores[k], bond) for k in owners]
+        sides = [slices(equation, exact, k, bond) for k in owners]
+        left, right = grams[bond] if grams else [own @ own.mT for own in sides]
         exact = change_gauge(equation, exact, bond, *aligning_gauges(left, right, live))
     return [new.to(old.dtype) for new, old in zip(exact, cores, strict=True)]
 
 
-def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[Tensor, ...]]:
     """Per bond of a tree the inner products ``(R, R)`` of what either side of it holds at each index."""
     own, twin = operands(equation, cores), operands(equation, cores, equation.bonds)
 
@@ -48,51 +44,42 @@ def tree_grams(equation: Equation, cores: Sequence[Tensor]) -> dict[str, tuple[T
         beyond = [(gram(other, x), (x, f"{x}'")) for other, x in others]
         return contract([own[k], twin[k], *beyond], (bond, f"{bond}'"))
 
-    pairs = {bond: equation.owners(bond) for bond in equation.bonds}
-    return {bond: (gram(first, bond), gram(second, bond)) for bond, (first, second) in pairs.items()}
+    return {bond: tuple(gram(k, bond) for k in equation.owners(bond)) for bond in equation.bonds}
 
 
 def change_gauge(
     equation: Equation, cores: Sequence[Tensor], bond: str, gauge: Tensor, inverse: Tensor
 ) -> list[Tensor]:
     """Insert ``gauge @ inverse`` at a bond between two cores: other cores, the same tensor."""
-    result, new = list(cores), f"{bond}'"
+    result = list(cores)
     for k, matrix in zip(equation.owners(bond), (gauge, inverse.mT), strict=True):
-        labels = equation.cores[k]
-        turned = tuple(new if label == bond else label for label in labels)
-        result[k] = contract([(cores[k], labels), (matrix, (bond, new))], turned)
+        axis = equation.axis(k, bond)
+        result[k] = (cores[k].movedim(axis, -1) @ matrix).movedim(-1, axis)
     return result
 
 
 def balance(equation: Equation, cores: Sequence[Tensor], bond: str) -> list[Tensor]:
     """Give all cores of a bond the same norm at each index of it: other cores, the same tensor."""
     owners, result = equation.owners(bond), list(cores)
-    slices = [core.reshape(len(core), -1) for core in (cores[k].movedim(equation.axis(k, bond), 0) for k in owners)]
-    norms = torch.stack([torch.linalg.vector_norm(own, dim=1) for own in slices])
+    norms = torch.stack([torch.linalg.vector_norm(slices(equation, cores, k, bond), dim=1) for k in owners])
     norms = torch.where((norms > 0).all(0), norms, 1.0)
     for k, factor in zip(owners, norms.log().mean(0).exp() / norms, strict=True):
-        result[k] = contract([(cores[k], equation.cores[k]), (factor, (bond,))], equation.cores[k])
+        axis = equation.axis(k, bond)
+        result[k] = (cores[k].movedim(axis, -1) * factor).movedim(-1, axis)
     return result
-
-
-def _gram(core: Tensor, labels: Labels, bond: str) -> Tensor:
-    """``(R, R)``: the inner products of what a core holds at each index of a bond."""
-    twin = tuple(f"{bond}'" if label == bond else label for label in labels)
-    return contract([(core, labels), (core, twin)], (bond, f"{bond}'"))
 
 
 def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Tensor, Tensor]:
     """The gauges of `align` and their inverses from the Gram matrices of one or many bonds, each ``(.., R, R)``.
 
     With P the Gram matrix of one side and Q that of the other, the gauge T makes both ``T^t P T`` and ``T^-1 Q T^-t``
-    diagonal; their product is the squared singular values. Each index keeps its ratio of left to right size, so no core
-    grows or shrinks as a whole. Bonds of smaller rank may be padded with zeros; there, and where an entry is not
-    finite, the gauge is the identity. No branch looks at a value, so a GPU is not waited for and `torch.vmap` works.
+    diagonal. Each index keeps its ratio of left to right size. Where bonds are padded with zeros, and where an entry is
+    not finite, the gauge is the identity. No branch looks at a value, so a GPU is not waited for and `vmap` works.
     """
     identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
     sane = (left.isfinite() & right.isfinite()).flatten(-2).all(-1)[..., None]
     left, right = torch.where(sane[..., None], left, identity), torch.where(sane[..., None], right, identity)
-    p, q = _diagonal(left), _diagonal(right)
+    p, q = torch.linalg.diagonal(left), torch.linalg.diagonal(right)
     size = (p * q).clamp_min(0.0).sqrt()
     alive = (size > live * size.amax(-1, keepdim=True)) & sane
     both, rest = alive[..., :, None] & alive[..., None, :], torch.diag_embed((~alive).to(left.dtype))
@@ -101,42 +88,29 @@ def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Te
     # Indices that stay get the largest values, by themselves, so that no eigenvector mixes them with others.
     largest = 4 * torch.where(alive, size, 0.0).sum(-1)[..., None, None] * rest
     values, vectors = torch.linalg.eigh(torch.where(both, right / rows / columns, largest))
-    root = _at_least(values, 1e-14).sqrt()[..., None, :]
+    root = torch.maximum(values, values[..., -1:] * 1e-14).sqrt()[..., None, :]
     turn, back = vectors * root, vectors / root  # right = turn @ turn^t and back^t @ turn = 1
     values, vectors = torch.linalg.eigh(turn.mT @ torch.where(both, left * rows * columns, largest) @ turn)
-    root = _at_least(values, 1e-16).pow(0.25)[..., None, :]  # of the singular values
+    root = torch.maximum(values, values[..., -1:] * 1e-16).pow(0.25)[..., None, :]  # of the singular values
     turn, back = turn @ vectors / root, back @ vectors * root
     order = _nearest_order(turn, alive)[..., None, :].expand(turn.shape)
     turn, back = turn.gather(-1, order), back.gather(-1, order)
-    sign = torch.where(_diagonal(turn) < 0, -1.0, 1.0)[..., None, :]
+    sign = torch.where(torch.linalg.diagonal(turn) < 0, -1.0, 1.0)[..., None, :]
     gauge, inverse = rows * (turn * sign) / columns, rows * (back * sign).mT / columns
     return torch.where(both, gauge, identity), torch.where(both, inverse, identity)
 
 
-def _diagonal(matrices: Tensor) -> Tensor:
-    return matrices.diagonal(dim1=-2, dim2=-1)
-
-
-def _at_least(values: Tensor, fraction: float) -> Tensor:
-    """Eigenvalues, smallest first, no smaller than this fraction of the largest."""
-    return torch.maximum(values, values[..., -1:] * fraction)
-
-
 def _nearest_order(turn: Tensor, alive: Tensor) -> Tensor:
-    """The order of the columns, largest entries first, that brings ``|turn|`` as close to the identity as possible.
-
-    Rows that are alive only get columns that are: the others may be orthogonal to them, but nothing else.
-    """
+    """The order of the columns, largest entries first, that brings ``|turn|`` as close to the identity as possible."""
     count = turn.shape[-1]
     likeness = (turn / torch.linalg.vector_norm(turn, dim=-2, keepdim=True)).abs()
     alive_column = torch.where(alive[..., None], likeness.square(), 0.0).sum(-2) > 0.5
-    likeness = torch.where(alive[..., None] == alive_column[..., None, :], likeness, -1.0).flatten(-2)
-    place = torch.arange(count * count, device=turn.device)
-    row, column = place // count, place % count
-    found = []
+    likeness = torch.where(alive[..., None] == alive_column[..., None, :], likeness, -1.0)  # those alive stay together
+    order, number = torch.zeros_like(alive, dtype=torch.int64), torch.arange(count, device=turn.device)
     for _ in range(count):
-        best = likeness.argmax(-1, keepdim=True)
-        found.append(best)
-        likeness = torch.where((row == best // count) | (column == best % count), -2.0, likeness)
-    best = torch.cat(found, -1)  # each row once, and each column once
-    return (best % count).gather(-1, (best // count).argsort(-1))
+        best = likeness.flatten(-2).argmax(-1, keepdim=True)
+        row, column = best // count, best % count
+        order = order.scatter(-1, row, column)
+        taken = (number[:, None] == row[..., None]) | (number == column[..., None])
+        likeness = torch.where(taken, -2.0, likeness)
+    return order

@@ -1,14 +1,12 @@
-"""`Equation`: a tensor network as an einsum. Plain tuples; knows no torch.
+"""`Equation`: a tensor network as an einsum, for example ``ax, xby, yc -> abc`` for a tensor train of three modes.
 
-A format is the equation of its tensors, for example ``ax, xby, yc -> abc`` for a tensor train of three modes. Labels in
-the output are *modes*. Labels that are summed over are *bonds*: each has a rank, and a ``lambda`` under the prior.
+Labels in the output are *modes*. Labels that are summed over are *bonds*: each has a rank.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from bayestrain.errors import ConfigError, ShapeError
 
@@ -17,28 +15,21 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Equation:
-    """The labels of every core's axes, and those of the tensor they make.
-
-    Labels are strings of any length, so a network may have more than 52 of them.
-    """
+    """The labels (strings of any length) of every core's axes, and the modes of the tensor they make, in order."""
 
     cores: tuple[Labels, ...]
-    output: Labels
+    modes: Labels
 
     def __post_init__(self) -> None:
-        if not self.cores:
-            raise ConfigError(f"An equation needs at least one core, got {self}.")
-        if any(len(set(labels)) != len(labels) for labels in (*self.cores, self.output)):
+        if any(len(set(labels)) != len(labels) for labels in (*self.cores, self.modes)):
             raise ConfigError(f"A label may appear only once in a core and once in the output, got {self}.")
-        if unknown := [mode for mode in self.output if mode not in self._owners]:
-            raise ConfigError(f"Every mode must belong to a core, but {unknown} belong to none in {self}.")
+        if wrong := [mode for mode in self.modes if len(self.owners(mode)) != 1]:
+            raise ConfigError(f"Every mode must belong to exactly one core, but {wrong} do not in {self}.")
         if lone := [bond for bond in self.bonds if len(self.owners(bond)) < 2]:
             raise ConfigError(f"A bond must join at least two cores, but {lone} belong to one in {self}.")
-        if shared := [mode for mode in self.output if len(self.owners(mode)) > 1]:
-            raise ConfigError(f"A mode must belong to exactly one core, but {shared} belong to several in {self}.")
 
     @classmethod
-    def parse(cls, text: str) -> Equation:
+    def parse(cls, text: str) -> Self:
         """Read an equation whose labels are single characters.
 
         >>> Equation.parse("ax, xby, yc -> abc").bonds
@@ -50,24 +41,15 @@ class Equation:
         return cls(tuple(tuple(core) for core in left.split(",")), tuple(right))
 
     @cached_property
-    def _owners(self) -> dict[str, tuple[int, ...]]:
-        labels = dict.fromkeys(label for core in self.cores for label in core)
-        return {label: tuple(k for k, core in enumerate(self.cores) if label in core) for label in labels}
-
-    @property
-    def modes(self) -> Labels:
-        """The labels of the tensor, in order."""
-        return self.output
-
-    @cached_property
     def bonds(self) -> Labels:
         """The labels that are summed over, in order of first appearance."""
-        return tuple(label for label in self._owners if label not in self.output)
+        return tuple(dict.fromkeys(label for core in self.cores for label in core if label not in self.modes))
 
     @cached_property
     def powers(self) -> tuple[dict[str, float], ...]:
         """Per core the power of each bond's ``lambda`` in an entry's variance; the powers of a core add up to 2."""
-        return tuple({bond: 2 / len(self.bonds_of(k)) for bond in self.bonds_of(k)} for k in range(len(self.cores)))
+        bonds = [self.bonds_of(k) for k in range(len(self.cores))]
+        return tuple(dict.fromkeys(own, 2 / max(len(own), 1)) for own in bonds)
 
     @cached_property
     def branches(self) -> tuple[tuple[int, int, str], ...]:
@@ -89,7 +71,7 @@ class Equation:
 
     def owners(self, label: str) -> tuple[int, ...]:
         """The numbers of the cores that have this label."""
-        return self._owners[label]
+        return tuple(k for k, core in enumerate(self.cores) if label in core)
 
     def axis(self, core: int, label: str) -> int:
         """The axis of a core that this label names."""
@@ -97,15 +79,13 @@ class Equation:
 
     def bonds_of(self, core: int) -> Labels:
         """The bonds of one core, in the order of its axes."""
-        return tuple(label for label in self.cores[core] if label not in self.output)
+        return tuple(label for label in self.cores[core] if label not in self.modes)
 
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """The size of every label, from the shapes of the cores; raises `ShapeError` if they contradict each other."""
         found: dict[str, int] = {}
         if [len(labels) for labels in self.cores] != [len(shape) for shape in shapes]:
-            raise ShapeError(
-                f"Cores of {self} have one axis per label, got shapes {[tuple(shape) for shape in shapes]}."
-            )
+            raise ShapeError(f"Cores of {self} have one axis per label, got shapes {list(map(tuple, shapes))}.")
         for labels, shape in zip(self.cores, shapes, strict=True):
             for label, size in zip(labels, shape, strict=True):
                 if found.setdefault(label, size) != size:
@@ -114,12 +94,7 @@ class Equation:
 
     def shapes(self, mode_sizes: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
         """The shapes of the cores for these sizes of the modes and ranks of the bonds."""
-        if len(mode_sizes) != len(self.output) or len(ranks) != len(self.bonds):
-            raise ShapeError(
-                f"{self} has {len(self.output)} modes and {len(self.bonds)} bonds, got sizes {tuple(mode_sizes)} "
-                f"and ranks {tuple(ranks)}."
-            )
-        size = dict(zip((*self.output, *self.bonds), (*mode_sizes, *ranks), strict=True))
+        size = dict(zip(self.modes, mode_sizes, strict=True)) | dict(zip(self.bonds, ranks, strict=True))
         return [tuple(size[label] for label in core) for core in self.cores]
 
     def ranks(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -129,4 +104,4 @@ class Equation:
 
     def __str__(self) -> str:
         joint = "" if all(len(label) == 1 for core in self.cores for label in core) else "."
-        return f"{', '.join(joint.join(core) for core in self.cores)} -> {joint.join(self.output)}"
+        return f"{', '.join(joint.join(core) for core in self.cores)} -> {joint.join(self.modes)}"

@@ -1,8 +1,4 @@
-"""Factor any positive size into modes: the small sizes whose product is (at least) the size.
-
-Sizes with large prime factors have no balanced exact factorisation; the product of their modes is then a little larger
-than the size, and the layers hide the padding.
-"""
+"""Factor any positive size into modes: the small sizes whose product is the size, or a little more (padding)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,16 +15,31 @@ TYPICAL_MODE = 5.0
 MAX_CORES = 4
 
 
+@lru_cache(maxsize=1024)
 def factor(size: int, count: int) -> tuple[int, ...]:
-    """Write `size` as a product of `count` modes, balanced, padded only where an exact product would be lopsided.
+    """Write `size` as a product of `count` modes with the smallest sum, padded only where an exact one is lopsided.
 
-    The smallest sum of modes wins (the cost of a tensor train grows with it), where a product that exceeds `size` pays
-    `PADDING_PENALTY` and the excess. Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
+    Large and small modes alternate: ``factor(784, 4) == (7, 4, 7, 4)``.
     """
     if size < 1 or count < 1:
         raise ConfigError(f"A size and a number of modes must be at least 1, got size={size}, count={count}.")
-    pool = list(_best_ascending(size, count))
+
+    def score(modes: tuple[int, ...]) -> float:
+        total = math.prod(modes)
+        return sum(modes) * (1.0 if total == size else PADDING_PENALTY * total / size)
+
+    pool = [*min(_ascending(size, count, 1), key=score)]
     return tuple(pool.pop(-1 if k % 2 == 0 else 0) for k in range(count))
+
+
+def _ascending(size: int, count: int, smallest: int) -> Iterator[tuple[int, ...]]:
+    """Non-decreasing modes that cover `size`, the last of them no larger than it needs to be."""
+    if count == 1:
+        yield (max(smallest, size),)
+        return
+    for mode in range(smallest, max(smallest, math.ceil(size ** (1 / count))) + 1):
+        for rest in _ascending(-(-size // mode), count - 1, mode):
+            yield mode, *rest
 
 
 def choose_count(*sizes: int) -> int:
@@ -37,10 +48,7 @@ def choose_count(*sizes: int) -> int:
 
 
 def check_modes(size: int, modes: Sequence[int] | None, count: int, what: str) -> tuple[int, ...]:
-    """`modes` as a tuple of ints if their product covers `size` with less than one mode's worth of waste.
-
-    Modes left out are chosen, `count` of them.
-    """
+    """`modes` as ints whose product covers `size`, none larger than it needs to be; if None, `count` of our choice."""
     if modes is None:
         return factor(size, count)
     modes = tuple(modes)
@@ -54,24 +62,3 @@ def check_modes(size: int, modes: Sequence[int] | None, count: int, what: str) -
     if any(product // mode * (mode - 1) >= size for mode in modes):
         raise ShapeError(f"{what} are larger than needed: {modes} has product {product} for a size of {size}. {advice}")
     return modes
-
-
-@lru_cache(maxsize=1024)
-def _best_ascending(size: int, count: int) -> tuple[int, ...]:
-    """The best non-decreasing modes, by trying all that cover `size` with no larger a last mode than need be."""
-
-    def score(modes: tuple[int, ...]) -> float:
-        total = math.prod(modes)
-        return sum(modes) * (1.0 if total == size else PADDING_PENALTY * total / size)
-
-    return min(_ascending(size, count, 1), key=score)
-
-
-def _ascending(size: int, count: int, smallest: int) -> Iterator[tuple[int, ...]]:
-    """Non-decreasing modes whose product is at least `size`."""
-    if count == 1:
-        yield (max(smallest, size),)
-        return
-    for mode in range(smallest, max(smallest, math.ceil(size ** (1 / count))) + 1):
-        for rest in _ascending(-(-size // mode), count - 1, mode):
-            yield mode, *rest

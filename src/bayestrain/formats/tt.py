@@ -1,7 +1,5 @@
 """The tensor train: a chain of cores, one per mode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -16,11 +14,9 @@ class TensorTrain(Format):
     splits: ClassVar[bool] = True
 
     def equation(self, modes: Sequence[int]) -> Equation:
-        count = len(modes)
-        mode, bond = [f"m{k}" for k in range(count)], [f"r{k}" for k in range(count + 1)]
-        cores = [(bond[k], mode[k], bond[k + 1]) for k in range(count)]
-        ends = (bond[0], bond[-1])
-        return Equation(tuple(tuple(x for x in core if x not in ends) for core in cores), tuple(mode))
+        mode = tuple(f"m{k}" for k in range(len(modes)))
+        bond = [(), *((f"r{k}",) for k in range(1, len(modes))), ()]
+        return Equation(tuple((*bond[k], m, *bond[k + 1]) for k, m in enumerate(mode)), mode)
 
     def shown_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """With the ranks of 1 at both ends, as is usual for trains."""

@@ -11,8 +11,7 @@ from torch import nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
 from bayestrain.formats import Format, get
-from bayestrain.formats.algebra import checked_rank
-from bayestrain.formats.trees import check_tol
+from bayestrain.formats.format import check_tol, checked_rank
 from bayestrain.nn.conv import TensorConv2d
 from bayestrain.nn.factorized import DEFAULT_RANK, FactorizedWeight, check_init
 from bayestrain.nn.layer import TensorLayer, is_lazy

@@ -179,11 +179,11 @@ class FactorizedWeight(nn.Module):
 
     def operations(self, rows: int) -> tuple[int, int]:
         """Multiplications of `multiply`, and of a product with the weight, which is materialised first."""
-        known = [self.axes(k) for k in range(len(self.cores))]
+        known = tuple(self.axes(k) for k in range(len(self.cores)))
         batch = (("batch", *self.labels(1)), (rows, *self.layout.splits[1]))
-        by_cores = algebra.operations([batch, *known], ("batch", *self.labels(0)))
+        by_cores = algebra.plan((batch, *known), ("batch", *self.labels(0))).multiplications
         every = tuple(f"f{n}" for n in range(len(self.layout.factors)))
-        return by_cores, algebra.operations(known, every) + rows * self.dense_numel
+        return by_cores, algebra.plan(known, every).multiplications + rows * self.dense_numel
 
     def cut(self) -> Cut | None:
         """The narrowest cut between inputs and outputs; None where a core has factors of both."""
