@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from bayestrain.errors import ShapeError
 from bayestrain.formats import Format
@@ -29,7 +28,7 @@ class TensorLinear(TensorLayer):
     out_features: int
 
     @staticmethod
-    def fold(shape: Sequence[int], format: Format, layout: str, in_modes: Modes, out_modes: Modes) -> Layout:
+    def fold(shape: Size, format: Format, layout: str, in_modes: Modes = None, out_modes: Modes = None) -> Layout:
         """The layout of an ``(out, in)`` weight; modes not given are chosen by the format's default."""
         outputs, inputs = shape
         if in_modes is None and out_modes is None and not format.splits:
