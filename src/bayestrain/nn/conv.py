@@ -80,12 +80,11 @@ class TensorConv2d(TensorLayer):
     def _cut(self) -> tuple[Cut | None, float]:
         """The cut between two thin kernels, if these take fewer multiplications, and how many relative to dense."""
         cut, (outputs, *inputs) = self.factorized.cut(), self.factorized.shape
-        relative = math.inf if cut is None else cut.width * (math.prod(inputs) + outputs) / self.factorized.dense_numel
+        relative = math.inf if cut is None else cut[0] * (math.prod(inputs) + outputs) / self.factorized.dense_numel
         return (cut, relative) if relative < 1 else (None, 1.0)
 
 
 def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Kernel and bias in the type of an input that autocast has lowered, which it does not do for them inside vmap."""
-    if x.dtype == kernel.dtype or not autocasts(x):
-        return kernel, bias
-    return kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    dtype = x.dtype if autocasts(x) else kernel.dtype
+    return kernel.to(dtype), None if bias is None else bias.to(dtype)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, product
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,13 @@ class RankState(nn.Module):
     `RankPrior` attaches it to a weight, the model's ``state_dict`` saves it, and `RankPrior.remove_` removes it.
     """
 
-    def __init__(self, ranks: Sequence[int], like: Tensor) -> None:
+    def __init__(
+        self, ranks: Sequence[int], like: Tensor, a: float = GAMMA_SHAPE, b: float = GAMMA_RATE, floor: float = FLOOR
+    ) -> None:
         super().__init__()
         self.start = tuple(ranks)
         """The ranks the prior started with; it still counts indices that were cut."""
-        self.a, self.b, self.floor = GAMMA_SHAPE, GAMMA_RATE, FLOOR
+        self.a, self.b, self.floor = a, b, floor
         self.start_ranks = nn.Buffer(torch.tensor(ranks, dtype=torch.int64, device=like.device))
         self.held_norm = nn.Buffer(torch.zeros((), dtype=like.dtype, device=like.device))
         for k, rank in enumerate(ranks):
@@ -55,31 +57,22 @@ class RankState(nn.Module):
         self.start = tuple(self.start_ranks.tolist())
 
 
-class Cut(NamedTuple):
-    """A network taken apart into the two factors of a matrix product."""
-
-    width: int
-    """The product of the ranks of the bonds between them."""
-    bonds: Labels
-    reads: tuple[bool, ...]
-    """Which cores make the factor that reads the inputs; the others make the outputs."""
+Cut = tuple[int, Labels, tuple[bool, ...]]
+"""Where a network comes apart into two factors of a matrix product: the product of the ranks of the bonds between them,
+these bonds, and for each core whether it is part of the factor that reads the inputs."""
 
 
 class FactorizedWeight(nn.Module):
-    """A weight as the cores of a low-rank format.
+    """A weight as the cores of a low-rank format, which a layout folds into modes.
 
     The parameters are `cores`, whose axes are the labels of `equation`. A ``state_dict`` with other ranks loads: the
     cores take the shapes they find, as long as the modes agree, so a compacted model loads into a freshly built one.
-
-    Args:
-        format: the family of tensor networks.
-        layout: how the weight folds into modes.
-        cores: the starting values.
     """
 
     def __init__(self, format: Format, layout: Layout, cores: Sequence[Tensor]) -> None:
         super().__init__()
-        self.format, self.layout = format, layout
+        self.format, self.layout, self.shape = format, layout, layout.shape
+        self.dense_numel = math.prod(layout.shape)
         self.equation = format.equation(layout.sizes)
         self._check(cores)
         self.cores = nn.ParameterList([nn.Parameter(core) for core in cores])
@@ -93,8 +86,7 @@ class FactorizedWeight(nn.Module):
     ) -> Self:
         """Gaussian cores; the weight's entries have He's variance ``2 / fan_in``, or the paper's ``sqrt(2 / Q)``."""
         check_choice("init", init, INITS)
-        fan_in, entries = math.prod(layout.shape[1:]), math.prod(layout.shape)
-        variance = 2.0 / max(fan_in, 1) if init == "he" else math.sqrt(2.0 / max(entries, 1))
+        variance = 2 / math.prod(layout.shape[1:]) if init == "he" else math.sqrt(2 / math.prod(layout.shape))
         equation, ranks = format.equation(layout.sizes), format.max_ranks(layout.sizes, max_rank)
         return cls(format, layout, algebra.random_cores(equation, layout.sizes, ranks, variance, **factory))
 
@@ -115,19 +107,9 @@ class FactorizedWeight(nn.Module):
         return found
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return self.layout.shape
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         """The rank of every bond, in order of appearance in the equation."""
         return self.equation.ranks([core.shape for core in self.cores])
-
-    @property
-    def dense_numel(self) -> int:
-        """Entries of the whole weight."""
-        return math.prod(self.shape)
 
     @property
     def numel(self) -> int:
@@ -142,25 +124,22 @@ class FactorizedWeight(nn.Module):
 
     def operands(self, dtype: torch.dtype | None = None) -> list[algebra.Operand]:
         """The cores as `algebra.contract` takes them, with their modes taken apart into the factors of the layout."""
-        factors = list(zip(chain(*self.layout.labels), self.layout.factors, strict=True))
-        parts = {
-            mode: [factors[n] for n in own] for mode, own in zip(self.equation.modes, self.layout.modes, strict=True)
-        }
+        layout, shapes = self.layout, [core.shape for core in self.cores]
+        factors = [label for labels in layout.labels for label in labels]
+        size = self.equation.sizes(shapes) | dict(zip(factors, layout.factors, strict=True))
+        parts = {mode: [factors[n] for n in own] for mode, own in zip(self.equation.modes, layout.modes, strict=True)}
         found = []
         for core, own in zip(self.cores, self.equation.cores, strict=True):
-            axes = [
-                axis for label, size in zip(own, core.shape, strict=True) for axis in parts.get(label, [(label, size)])
-            ]
-            labels, sizes = zip(*axes, strict=True)
-            found.append((core.to(dtype or core.dtype).reshape(sizes), labels))
+            labels = tuple(part for label in own for part in parts.get(label, [label]))
+            found.append((core.to(dtype or core.dtype).reshape([size[label] for label in labels]), labels))
         return found
 
     def multiply(self, x: Tensor) -> Tensor:
-        """``(rows, inputs) -> (rows, outputs)`` core by core, without materialising the weight, a matrix."""
+        """``(.., inputs) -> (.., outputs)`` core by core, without materialising the weight, a matrix."""
         (outputs, inputs), layout, (outs, ins) = self.shape, self.layout, self.layout.labels
-        x = F.pad(x, (0, layout.padded[1] - inputs)).reshape(-1, *layout.splits[1])
-        y = algebra.contract([(x, ("batch", *ins)), *self.operands(x.dtype)], ("batch", *outs))
-        return y.reshape(-1, layout.padded[0])[:, :outputs]
+        rows = F.pad(x.reshape(-1, inputs), (0, layout.padded[1] - inputs)).reshape(-1, *layout.splits[1])
+        y = algebra.contract([(rows, ("batch", *ins)), *self.operands(x.dtype)], ("batch", *outs))
+        return y.reshape(-1, layout.padded[0])[:, :outputs].reshape(*x.shape[:-1], outputs)
 
     def operations(self, rows: int) -> tuple[int, int]:
         """Multiplications of `multiply`, and of a product with the weight, which is materialised first."""
@@ -178,17 +157,17 @@ class FactorizedWeight(nn.Module):
         ranks, found = dict(zip(self.equation.bonds, self.ranks, strict=True)), []
         for chosen in product(*(tuple(side) or (False, True) for side in sides)):
             bonds = tuple(b for b in ranks if len({chosen[k] for k in self.equation.owners(b)}) == 2)
-            found.append(Cut(math.prod([ranks[bond] for bond in bonds]), bonds, chosen))
+            found.append((math.prod([ranks[bond] for bond in bonds]), bonds, chosen))
         return min(found)
 
     def halves(self, cut: Cut) -> tuple[Tensor, Tensor]:
         """The two factors, ``(width, inputs, ..)`` with the weight's other axes behind, and ``(outputs, width)``."""
-        (outputs, inputs, *rest), (outs, *others) = self.shape, self.layout.labels
-        cores = list(zip(self.operands(), cut.reads, strict=True))
-        first = algebra.contract([core for core, reads in cores if reads], (*cut.bonds, *chain(*others)))
-        second = algebra.contract([core for core, reads in cores if not reads], (*outs, *cut.bonds))
-        first = first.reshape(cut.width, self.layout.padded[1], *rest)[:, :inputs]
-        return first, second.reshape(self.layout.padded[0], cut.width)[:outputs]
+        (outputs, inputs, *rest), (outs, *others), (width, bonds, sides) = self.shape, self.layout.labels, cut
+        cores = list(zip(self.operands(), sides, strict=True))
+        first = algebra.contract([core for core, reads in cores if reads], (*bonds, *chain(*others)))
+        second = algebra.contract([core for core, reads in cores if not reads], (*outs, *bonds))
+        first = first.reshape(width, self.layout.padded[1], *rest)[:, :inputs]
+        return first, second.reshape(self.layout.padded[0], width)[:outputs]
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -219,10 +198,8 @@ class FactorizedWeight(nn.Module):
         with suppress(AttributeError, ShapeError):  # what is missing or does not fit is reported by PyTorch
             self.set_cores([own.new_empty(new.shape) for own, new in zip(self.cores, found, strict=True)])
             if self.rank_state is not None or f"{prefix}rank_state.held_norm" in state_dict:
-                before, self.rank_state = self.rank_state, None
-                state = self.attach_rank_state()  # with the ranks that come in
-                if before is not None:
-                    state.a, state.b, state.floor = before.a, before.b, before.floor
+                old = self.attach_rank_state()
+                self.rank_state = RankState(self.ranks, self.cores[0], old.a, old.b, old.floor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -68,10 +68,11 @@ class TensorLayer(nn.Module, ABC):
         for name in self.settings:
             setattr(self, name, getattr(dense, name))
         self.outputs, self.inputs = weight.shape[:2]
+        self.out_modes, self.in_modes = weight.layout.splits[:2]
         self.factorized = weight.requires_grad_(dense.weight.requires_grad)
         bias, like = dense.bias, weight.cores[0]
         if bias is not None and bias.is_meta:
-            bound = 1.0 / math.sqrt(max(math.prod(weight.shape[1:]), 1))  # as PyTorch's layers start theirs
+            bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))  # as PyTorch's layers start theirs
             bias = torch.empty_like(bias, dtype=like.dtype, device=like.device).uniform_(-bound, bound)
         own = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=dense.bias.requires_grad)
         self.register_parameter("bias", own)
@@ -159,16 +160,6 @@ class TensorLayer(nn.Module, ABC):
         with own_precision(self.cores[0]):
             return self.factorized.dense()
 
-    @property
-    def out_modes(self) -> tuple[int, ...]:
-        """The factors of the outputs."""
-        return self.factorized.layout.splits[0]
-
-    @property
-    def in_modes(self) -> tuple[int, ...]:
-        """The factors of the inputs."""
-        return self.factorized.layout.splits[1]
-
     def train(self, mode: bool = True) -> Self:
         """As for any module; what `perf` keeps for inference is dropped, since cores may have changed unseen."""
         if (perf := fast()) is not None:
@@ -176,12 +167,11 @@ class TensorLayer(nn.Module, ABC):
         return super().train(mode)
 
     def __repr__(self) -> str:
-        weight, left, whole = self.factorized, count_parameters(self), dense_parameters(self)
         known: dict[str, object] = {name: getattr(self, name) for name in self.settings}
-        known |= {"bias": self.bias is not None, "format": weight.format.name, "layout": weight.layout.name}
-        known |= {"in_modes": self.in_modes, "out_modes": self.out_modes, "ranks": self.ranks}
+        known |= {"bias": self.bias is not None, "format": self.factorized.format.name}
+        known |= {name: getattr(self, name) for name in ("in_modes", "out_modes", "ranks")}
         text = ", ".join(f"{name}={value!r}" for name, value in known.items())
-        return f"{type(self).__name__}({text}, parameters={left:,} of {whole:,} ({whole / left:.3g}x))"
+        return f"{type(self).__name__}({text}, parameters={count_parameters(self):,} of {dense_parameters(self):,})"
 
 
 def is_lazy(module: nn.Module) -> bool:

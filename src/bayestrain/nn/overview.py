@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.nn.evaluation import evaluating
-from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.fast import fast
 from bayestrain.nn.layer import TensorLayer
-from bayestrain.nn.sizes import count_parameters, dense_parameters, layer_name
+from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights
 from bayestrain.tables import text_table, times
 
 SLOWER = 1.05
@@ -56,33 +55,32 @@ class Summary:
             return f"No layer is factorised. {self.parameters:,} parameters. Call bayestrain.tensorize_(model)."
         ratio = self.dense_parameters / max(self.parameters, 1)
         said = f"{self.parameters:,} parameters, {ratio:.3g} times fewer than the dense {self.dense_parameters:,}."
-        said += _named("Larger", [row.name for row in self.rows if row.parameters > row.dense_parameters])
         if seconds := sum(row.seconds for row in self.rows):
             relative = seconds / sum(row.dense_seconds for row in self.rows)
             said += f" Predicted time of these layers: {relative:.2f} of dense."
-        return said + _named("Slower", [row.name for row in self.rows if row.seconds > SLOWER * row.dense_seconds])
+        larger = [row.name for row in self.rows if row.parameters > row.dense_parameters]
+        slower = [row.name for row in self.rows if row.seconds > SLOWER * row.dense_seconds]
+        for what, names in (("Larger", larger), ("Slower", slower)):
+            if names:
+                said += f" {what} than dense at these ranks: {', '.join(names)}. Lower ranks help."
+        return said
 
     def __str__(self) -> str:
         header = ["layer", "format", "shape", "modes", "ranks", "parameters", "dense", "times smaller"]
+        header += ["runs", "multiplications / dense", "time / dense"]
         rows = [
             [
                 row.name, f"{row.format} {row.layout}", times(row.shape), ", ".join(map(times, row.splits)),
                 " ".join(map(str, row.ranks)), f"{row.parameters:,}", f"{row.dense_parameters:,}",
-                f"{row.dense_parameters / row.parameters:.3g}",
+                f"{row.dense_parameters / row.parameters:.3g}", row.plan,
+                f"{row.operations:.2f}" if row.plan else "",
+                f"{row.seconds / row.dense_seconds:.2f}" if row.seconds else "",
             ] for row in self.rows
         ]  # fmt: skip
-        if any(row.plan for row in self.rows):
-            header += ["runs", "multiplications / dense", "time / dense"]
-            for cells, row in zip(rows, self.rows, strict=True):
-                time = f"{row.seconds / row.dense_seconds:.2f}" if row.seconds else ""
-                cells += [row.plan, f"{row.operations:.2f}" if row.plan else "", time]
+        if not any(row.plan for row in self.rows):
+            header, rows = header[:8], [cells[:8] for cells in rows]
         table = [text_table(header, rows, left_columns=5)] if rows else []
         return "\n".join([*table, *(f"Kept dense: {name} ({why})." for name, why in self.kept), self.verdict()])
-
-
-def _named(what: str, names: list[str]) -> str:
-    few = ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
-    return f" {what} than dense at these ranks: {few} ({len(names)}). Lower ranks help." if names else ""
 
 
 def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -> Summary:
@@ -93,27 +91,22 @@ def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -
         x: an input to send through the model once, in evaluation mode.
         training: predict a forward and backward pass instead of a forward pass.
     """
-    inputs, rows = {} if x is None else _inputs(model, x), []
-    for path, weight in model.named_modules():
-        if isinstance(weight, FactorizedWeight):
-            name, layout = layer_name(path), weight.layout
-            layer = model.get_submodule(name)
-            plan: tuple[Any, ...] = ()
-            if isinstance(layer, TensorLayer) and layer in inputs:
-                perf, given = fast(), inputs[layer]
-                plan = (perf and perf.expect(layer, given, training)) or layer.plan(given)
-            sizes = layout.shape, layout.splits, weight.format.shown_ranks(weight.ranks)
-            numbers = count_parameters(layer), dense_parameters(layer)
-            rows.append(SummaryRow(name, weight.format.name, layout.name, *sizes, *numbers, *plan))
+    plans, rows = {} if x is None else _plans(model, x, training), []
+    for name, weight in factorized_weights(model).items():
+        layout, layer = weight.layout, model.get_submodule(name)
+        sizes = layout.shape, layout.splits, weight.format.shown_ranks(weight.ranks)
+        numbers = count_parameters(layer), dense_parameters(layer)
+        rows.append(SummaryRow(name, weight.format.name, layout.name, *sizes, *numbers, *plans.get(layer, ())))
     return Summary(tuple(rows), count_parameters(model), dense_parameters(model))
 
 
-def _inputs(model: nn.Module, x: Tensor) -> dict[nn.Module, Tensor]:
-    """The last input of every factorised layer."""
-    found: dict[nn.Module, Tensor] = {}
+def _plans(model: nn.Module, x: Tensor, training: bool) -> dict[nn.Module, tuple[Any, ...]]:
+    """How every factorised layer runs its last input."""
+    found: dict[nn.Module, tuple[Any, ...]] = {}
 
-    def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        (found[layer],) = (*args, *kwargs.values())
+    def note(layer: TensorLayer, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        (given,), perf = (*args, *kwargs.values()), fast()
+        found[layer] = (perf and perf.expect(layer, given, training)) or layer.plan(given)
 
     with ExitStack() as hooks, evaluating(model), torch.no_grad():
         for module in model.modules():
