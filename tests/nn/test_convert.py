@@ -393,7 +393,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
                                  "The product of out_modes must be at least 6, got (4, 1) with product 4. Try "),
     "too many modes": (mlp, modes((5, 4), (3, 2, 1)), ShapeError,
                        "In the paired layout in_modes and out_modes must be equally many and at least 2, got "),
-    "modes that are too large": (mlp, modes((50, 4), None, init="svd"), ShapeError, "in_modes are larger than needed: "),
+    "modes that are too large": (mlp, modes((50, 4), None, init="svd"), ShapeError, "in_modes are larger than needed"),
     "modes of no layer": (mlp, modes((4, 5), None, layer="7"), ConfigError,
                           "modes names layers that are not converted: ['7']. Converted are ['0', '2']."),
     "all filtered out": (mlp, {"filter_fn": lambda *_: False}, ConversionError,

@@ -86,5 +86,6 @@ class TensorConv2d(TensorLayer):
 
 def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Kernel and bias in the type of an input that autocast has lowered, which it does not do for them inside vmap."""
-    dtype = x.dtype if autocasts(x) else kernel.dtype
-    return kernel.to(dtype), None if bias is None else bias.to(dtype)
+    if x.dtype != kernel.dtype and autocasts(x):
+        kernel, bias = kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return kernel, bias

@@ -1,10 +1,4 @@
-"""`Layout`: how a layer's weight becomes a tensor with modes. Data only: a padding, a reshape and a permutation.
-
-Every axis of the weight is split into *factors* whose product is at least its size; the surplus is padding that exists
-only inside. A *mode* is one factor or several fused ones. In the *paired* layout of a linear weight, mode k fuses
-factor k of the outputs and factor k of the inputs (the TT-matrix of the literature). In the *split* layout all factors
-of the outputs come first, then those of the inputs, so that the middle bond is an ordinary matrix rank.
-"""
+"""`Layout`: how a layer's weight becomes a tensor with modes. Data only: a padding, a reshape and a permutation."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +13,12 @@ LAYOUTS = ("paired", "split")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a weight of `shape` is folded into a tensor.
+    """How a weight is folded into a tensor.
+
+    Every axis of the weight is split into *factors* whose product is at least its size; the surplus is padding that
+    exists only inside. A *mode* is one factor or several fused ones. In the *paired* layout of a linear weight, mode k
+    fuses factor k of the outputs and factor k of the inputs (the TT-matrix of the literature). In the *split* layout
+    all factors of the outputs come first, so that the middle bond is an ordinary matrix rank.
 
     Attributes:
         shape: of the weight, outputs first, for example ``(out, in)`` or ``(out, in, kernel height, kernel width)``.

@@ -7,14 +7,9 @@ from bayestrain.nn.factorized import FactorizedWeight
 
 
 def factorized_weights(model: nn.Module) -> dict[str, FactorizedWeight]:
-    """Every factorised weight by the name of its layer; a weight used twice appears once."""
-    return {layer_name(name): own for name, own in model.named_modules() if isinstance(own, FactorizedWeight)}
-
-
-def layer_name(name: str) -> str:
-    """The name of the layer that holds a factorised weight; a bare one keeps its own."""
-    parent, _, own = name.rpartition(".")
-    return parent if own == "factorized" else name
+    """Every factorised weight by the name of its layer, or its own; a weight used twice appears once."""
+    found = {f".{name}": module for name, module in model.named_modules() if isinstance(module, FactorizedWeight)}
+    return {name.removesuffix(".factorized").removeprefix("."): weight for name, weight in found.items()}
 
 
 def ranks(model: nn.Module) -> dict[str, tuple[int, ...]]:
