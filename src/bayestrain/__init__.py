@@ -7,62 +7,47 @@ torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from bayestrain import formats, infer
+if TYPE_CHECKING:  # for type checkers and editors
+    from bayestrain import formats as formats
+    from bayestrain import infer as infer
     from bayestrain.app import data as data
-    from bayestrain.compact import compact_
-    from bayestrain.io import load, save
-    from bayestrain.nn import TensorConv2d, TensorizeConfig, TensorLinear, count_parameters, ranks, tensorize_
-    from bayestrain.overview import summary
-    from bayestrain.posterior import Posterior
-    from bayestrain.prior import RankPrior
-    from bayestrain.train import fit
+    from bayestrain.compact import compact_ as compact_
+    from bayestrain.io import load as load
+    from bayestrain.io import save as save
+    from bayestrain.nn import TensorConv2d as TensorConv2d
+    from bayestrain.nn import TensorizeConfig as TensorizeConfig
+    from bayestrain.nn import TensorLinear as TensorLinear
+    from bayestrain.nn import count_parameters as count_parameters
+    from bayestrain.nn import ranks as ranks
+    from bayestrain.nn import summary as summary
+    from bayestrain.nn import tensorize_ as tensorize_
+    from bayestrain.posterior import Posterior as Posterior
+    from bayestrain.prior import RankPrior as RankPrior
+    from bayestrain.train import fit as fit
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Posterior",
-    "RankPrior",
-    "TensorConv2d",
-    "TensorLinear",
-    "TensorizeConfig",
-    "compact_",
-    "count_parameters",
-    "fit",
-    "formats",
-    "infer",
-    "load",
-    "ranks",
-    "save",
-    "summary",
-    "tensorize_",
-]
-
-_HOMES = {
-    "Posterior": "posterior",
-    "RankPrior": "prior",
-    "TensorConv2d": "nn",
-    "TensorLinear": "nn",
-    "TensorizeConfig": "nn",
-    "compact_": "compact",
-    "count_parameters": "nn",
-    "fit": "train",
-    "load": "io",
-    "ranks": "nn",
-    "save": "io",
-    "summary": "overview",
-    "tensorize_": "nn",
+_PUBLIC = {
+    "compact": ("compact_",),
+    "io": ("load", "save"),
+    "nn": ("TensorConv2d", "TensorLinear", "TensorizeConfig", "count_parameters", "ranks", "summary", "tensorize_"),
+    "posterior": ("Posterior",),
+    "prior": ("RankPrior",),
+    "train": ("fit",),
 }
-_ROOMS = ("app", "compact", "errors", "formats", "infer", "io", "nn", "perf", "posterior", "prior", "train")
+_HOMES = {name: room for room, names in _PUBLIC.items() for name in names}
+_ROOMS = (*_PUBLIC, "app", "errors", "formats", "infer", "perf")
+
+__all__ = sorted([*_HOMES, "formats", "infer"])
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"bayestrain.{_HOMES[name]}"), name)
-    if name == "data":
-        return import_module("bayestrain.app.data")
     if name in _ROOMS:
         return import_module(f"bayestrain.{name}")
+    if name == "data":
+        return import_module("bayestrain.app.data")
     raise AttributeError(f"module 'bayestrain' has no attribute {name!r}")
 
 

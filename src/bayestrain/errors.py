@@ -53,3 +53,9 @@ class CaptureWarning(UserWarning):
 
 class DecayWarning(UserWarning):
     """An optimiser applies weight decay to cores, which already have a prior."""
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless the argument called `name` is one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {choices}, got {value!r}.")

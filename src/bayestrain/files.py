@@ -1,7 +1,5 @@
 """Writing files whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -39,13 +37,8 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut, on the systems that can open a folder."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # where a folder can be opened, the new name lasts through a power cut
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

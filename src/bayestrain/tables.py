@@ -5,17 +5,11 @@ from collections.abc import Sequence
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 1) -> str:
     """Align `rows` under `header`; the first `left_columns` columns are left-aligned, the rest right-aligned."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            cell.ljust(width) if i < left_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    align = [str.ljust if i < left_columns else str.rjust for i in range(len(widths))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    padded = [[put(cell, width) for put, cell, width in zip(align, line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def times(sizes: Sequence[int]) -> str:

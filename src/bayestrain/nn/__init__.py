@@ -5,25 +5,27 @@ layout, `TensorLinear` and `TensorConv2d` multiply by it, `tensorize_` puts them
 """
 
 from bayestrain.nn.conv import TensorConv2d
-from bayestrain.nn.convert import TensorizeConfig, TensorizeReport, tensorize_
+from bayestrain.nn.convert import TensorizeConfig, tensorize_
 from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.linear import TensorLinear
+from bayestrain.nn.overview import Summary, summary
 from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights, ranks
 
 __all__ = [
     "FactorizedWeight",
     "Layout",
     "RankState",
+    "Summary",
     "TensorConv2d",
     "TensorLayer",
     "TensorLinear",
     "TensorizeConfig",
-    "TensorizeReport",
     "count_parameters",
     "dense_parameters",
     "factorized_weights",
     "ranks",
+    "summary",
     "tensorize_",
 ]

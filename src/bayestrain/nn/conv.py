@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from bayestrain.formats import Format
 from bayestrain.formats.modes import check_modes
@@ -39,12 +39,9 @@ class TensorConv2d(TensorLayer):
     out_channels: int
     kernel_size: tuple[int, int]
     stride: tuple[int, int]
-    padding: str | tuple[int, int]
-    dilation: tuple[int, int]
-    padding_mode: Literal["zeros", "reflect", "replicate", "circular"]
 
     @staticmethod
-    def fold(shape: Sequence[int], format: Format, layout: str, in_modes: Modes, out_modes: Modes) -> Layout:
+    def fold(shape: Size, format: Format, layout: str, in_modes: Modes = None, out_modes: Modes = None) -> Layout:
         """The layout of a convolution's weight: taps, then input channels, then output channels.
 
         This is the paper's order, in which "paired" and "split" are the same: the bond between input and output
@@ -59,12 +56,12 @@ class TensorConv2d(TensorLayer):
 
     def _become(self, dense: Any, weight: FactorizedWeight) -> None:
         super()._become(dense, weight)
-        self.edge = list(dense._reversed_padding_repeated_twice)
-        """The padding as `F.pad` takes it, for padding modes other than zeros."""
+        self._reversed_padding_repeated_twice = dense._reversed_padding_repeated_twice  # `nn.Conv2d` pads with it
 
     def multiply(self, x: Tensor) -> Tensor:
         """By the whole kernel, or two thin ones where these take fewer multiplications."""
-        if (cut := self._useful_cut()) is None:
+        cut, _ = self._cut()
+        if cut is None:
             return self.run(x, [self.weight])
         with own_precision(self.cores[0]):
             first, second = self.factorized.halves(cut)
@@ -72,29 +69,23 @@ class TensorConv2d(TensorLayer):
 
     def run(self, x: Tensor, kernels: Sequence[Tensor]) -> Tensor:
         """Convolve with the whole kernel, or with the two of the two-step form."""
-        padding, first = self.padding, kernels[0]
-        if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self.edge, mode=self.padding_mode), (0, 0)
         bias = self.bias if len(kernels) == 1 else None
-        x = F.conv2d(x, *_lowered(x, first, bias), self.stride, padding, self.dilation)
+        x = nn.Conv2d._conv_forward(self, x, *_lowered(x, kernels[0], bias))  # type: ignore[arg-type]
         return x if len(kernels) == 1 else F.conv2d(x, *_lowered(x, kernels[1], self.bias))
 
     def plan(self, x: Tensor) -> tuple[str, float]:  # noqa: ARG002
-        if (cut := self._useful_cut()) is None:
-            return "whole weight", 1.0
-        return "two convolutions", self._operations(cut) / self.factorized.dense_numel
+        cut, operations = self._cut()
+        return "whole weight" if cut is None else "two convolutions", operations
 
-    def _useful_cut(self) -> Cut | None:
-        cut = self.factorized.cut()
-        return None if cut is None or self._operations(cut) >= self.factorized.dense_numel else cut
-
-    def _operations(self, cut: Cut) -> int:
-        """Multiplications per position of the two convolutions."""
-        return cut.width * (self.in_channels * math.prod(self.kernel_size) + self.out_channels)
+    def _cut(self) -> tuple[Cut | None, float]:
+        """The cut between two thin kernels, if these take fewer multiplications, and how many relative to dense."""
+        cut, (outputs, *inputs) = self.factorized.cut(), self.factorized.shape
+        relative = math.inf if cut is None else cut[0] * (math.prod(inputs) + outputs) / self.factorized.dense_numel
+        return (cut, relative) if relative < 1 else (None, 1.0)
 
 
 def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Kernel and bias in the type of an input that autocast has lowered, which it does not do for them inside vmap."""
-    if x.dtype == kernel.dtype or not autocasts(x):
-        return kernel, bias
-    return kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if x.dtype != kernel.dtype and autocasts(x):
+        kernel, bias = kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return kernel, bias

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 from torch import nn
 
-from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
+from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, check_choice
 from bayestrain.formats import Format, get
 from bayestrain.formats.format import check_tol, checked_rank
 from bayestrain.nn.conv import TensorConv2d
-from bayestrain.nn.factorized import DEFAULT_RANK, FactorizedWeight, check_init
+from bayestrain.nn.factorized import DEFAULT_RANK, INITS, FactorizedWeight
 from bayestrain.nn.layer import TensorLayer, is_lazy
-from bayestrain.nn.layout import check_layout
+from bayestrain.nn.layout import LAYOUTS
 from bayestrain.nn.linear import TensorLinear
-from bayestrain.tables import text_table, times
+from bayestrain.nn.overview import Summary, summary
 
 FilterFn = Callable[[nn.Module, str], bool]
 LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -53,60 +53,14 @@ class TensorizeConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_rank", checked_rank(self.max_rank))
         get(self.format)
-        check_layout(self.layout)
-        check_init(self.init, more=("svd",))
+        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("init", self.init, (*INITS, "svd"))
         check_tol(self.tol)
         if self.tol and self.init != "svd":
             raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
 
 
-class ConvertedLayer(NamedTuple):
-    """One row of a `TensorizeReport`."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    in_modes: tuple[int, ...]
-    out_modes: tuple[int, ...]
-    ranks: tuple[int, ...]
-    dense_parameters: int
-    parameters: int
-
-
-@dataclass(frozen=True)
-class TensorizeReport:
-    """What `tensorize_` did. Prints as a table."""
-
-    layers: tuple[ConvertedLayer, ...]
-    kept: tuple[tuple[str, str], ...]
-    """Layers that look convertible and stay dense, with the reason."""
-
-    @property
-    def dense_parameters(self) -> int:
-        """Parameters of the converted layers before."""
-        return sum(layer.dense_parameters for layer in self.layers)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the converted layers now, at their starting ranks."""
-        return sum(layer.parameters for layer in self.layers)
-
-    def __str__(self) -> str:
-        rows = [
-            [name, kind, times(shape), times(ins), times(outs), " ".join(map(str, ranks)), f"{dense:,}", f"{now:,}"]
-            for name, kind, shape, ins, outs, ranks, dense, now in self.layers
-        ]
-        rows.append(["total", "", "", "", "", "", f"{self.dense_parameters:,}", f"{self.parameters:,}"])
-        header = ["layer", "kind", "shape", "in modes", "out modes", "ranks", "dense", "factorised"]
-        kept = "".join(f"\nkept dense: {name} ({reason})" for name, reason in self.kept)
-        larger = [row.name for row in self.layers if row.parameters > row.dense_parameters]
-        note = f"\nlarger than dense at these ranks: {', '.join(larger)}" if larger else ""
-        return text_table(header, rows, left_columns=6) + kept + note
-
-
-def tensorize_(
-    model: nn.Module, config: TensorizeConfig | None = None, filter_fn: FilterFn | None = None
-) -> TensorizeReport:
+def tensorize_(model: nn.Module, config: TensorizeConfig | None = None, filter_fn: FilterFn | None = None) -> Summary:
     """Replace every `nn.Linear` and `nn.Conv2d` of `model` by a factorised layer, in place.
 
     All layers are checked and built before the first one is replaced: an error leaves the model unchanged. Hooks on
@@ -118,46 +72,37 @@ def tensorize_(
         filter_fn: ``filter_fn(module, name) -> bool`` picks among the linear and convolution layers. Left out: all.
 
     Returns:
-        A report that prints as a table.
+        The `summary` of the model, with the layers that stay dense. It prints as a table.
     """
     config = TensorizeConfig() if config is None else config
     if not isinstance(config, TensorizeConfig):
         raise ConfigError(f"config must be a TensorizeConfig, got {config!r}. A filter goes into filter_fn=.")
-    names: dict[nn.Module, str] = {}
-    owners: dict[nn.Parameter, list[str]] = {}
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
-        names[module] = name
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(name)
+            owners[parameter].append(name)
 
-    built: dict[nn.Module, TensorLayer] = {}
-    rows: list[ConvertedLayer] = []
-    kept: list[tuple[str, str]] = []
-    for module, name in names.items():
-        quantised = "quantized" in type(module).__module__ and type(module).__name__ in ("Linear", "Conv2d")
-        if not isinstance(module, tuple(TWINS)) and not quantised:
+    built: dict[str, tuple[nn.Module, TensorLayer]] = {}
+    kept: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind, convertible = type(module), isinstance(module, tuple(TWINS))
+        if not convertible and not ("quantized" in kind.__module__ and kind.__name__ in ("Linear", "Conv2d")):
             continue
         if filter_fn is not None and not filter_fn(module, name):
-            kept.append((name, "filter_fn returned False"))
-        elif isinstance(module, tuple(TWINS)) and type(module) not in TWINS and not is_lazy(module):
-            kept.append((name, f"{type(module).__name__} is a subclass whose users may rely on .weight"))
+            kept[name] = "filter_fn returned False"
+        elif convertible and kind not in TWINS and not is_lazy(module):
+            kept[name] = f"{kind.__name__} is a subclass whose users may rely on .weight"
+        elif obstacle := _obstacle(module, name, owners):
+            raise ConversionError(f"Cannot convert {name!r} ({kind.__name__}): {obstacle}")
         else:
-            for why, advice in _obstacles(module, name, owners):
-                raise ConversionError(f"Cannot convert {name!r} ({type(module).__name__}): {why}. {advice}")
-            built[module] = new = _convert(module, name, config)
-            sizes = new.factorized.shape, new.in_modes, new.out_modes, new.ranks
-            rows.append(ConvertedLayer(name, type(module).__name__, *sizes, new.dense_parameters, new.parameters_left))
-    if unknown := set(config.modes) - {row.name for row in rows}:
-        raise ConfigError(
-            f"modes names layers that are not converted: {sorted(unknown)}. Converted are {[row.name for row in rows]}."
-        )
+            built[name] = module, _convert(module, name, config)
+    if unknown := config.modes.keys() - built.keys():
+        raise ConfigError(f"modes names layers that are not converted: {sorted(unknown)}. Converted are {list(built)}.")
     if not built:
-        why = "these stay dense: " + "; ".join(f"{n} ({r})" for n, r in kept) if kept else "this model has none"
-        raise ConversionError(
-            f"No layer matched, so nothing was converted. tensorize_ looks for nn.Linear and nn.Conv2d; {why}."
-        )
-    replace_layers(model, built)
-    return TensorizeReport(tuple(rows), tuple(kept))
+        why = "; ".join(f"{name} stays dense ({reason})" for name, reason in kept.items()) or "this model has none"
+        raise ConversionError(f"tensorize_ looks for nn.Linear and nn.Conv2d and found nothing to convert: {why}.")
+    replace_layers(model, dict(built.values()))
+    return replace(summary(model), kept=tuple(kept.items()))
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
@@ -173,36 +118,35 @@ def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]
             setattr(model.get_submodule(parent), attribute, replacements[module])
 
 
-def _obstacles(module: nn.Module, name: str, owners: Mapping[nn.Parameter, list[str]]) -> Iterator[tuple[str, str]]:
+def _obstacle(module: nn.Module, name: str, owners: Mapping[nn.Parameter, list[str]]) -> str | None:
     """Why a layer cannot be replaced in this model, and what to do about it."""
     leave_out = f"Leave it dense with filter_fn=lambda module, name: name != {name!r}."
     if name == "":
-        yield (
-            "the model itself is the layer and cannot be replaced in place",
-            "Wrap it in nn.Sequential, or use TensorLinear.from_dense / TensorConv2d.from_dense.",
-        )
+        return "the model itself cannot be replaced in place. Wrap it in nn.Sequential, or use the layer's from_dense."
     if is_lazy(module):
-        yield "it is lazy and has no weights yet", "Run one batch through the model first."
+        return "it is lazy and has no weights yet. Run one batch through the model first."
     weight = getattr(module, "weight", None)
     if not isinstance(module, tuple(TWINS)) or type(weight) is not nn.Parameter or not weight.is_floating_point():
-        yield "it is quantised or its weight is not a plain floating point parameter", leave_out
+        return f"it is quantised or its weight is not a plain floating point parameter. {leave_out}"
     if any(getattr(module, kind) for kind in STATE_HOOKS):
-        yield "it has hooks on its state_dict, which a factorised layer would not have", leave_out
+        return f"it has hooks on its state_dict, which a factorised layer would not have. {leave_out}"
     for key, parameter in module.named_parameters(recurse=False):
         if others := [owner for owner in owners[parameter] if owner != name]:
-            yield f"its {key} is shared with {others}", leave_out
-        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
-            yield f"its {key} has NaN or infinite entries", "Repair or re-initialise the model first."
+            return f"its {key} is shared with {others}. {leave_out}"
+        if not parameter.is_meta and not bool(parameter.isfinite().all()):
+            return f"its {key} has NaN or infinite entries. Repair or re-initialise the model first."
+    return None
 
 
 def _convert(module: Any, name: str, config: TensorizeConfig) -> TensorLayer:
-    kind, rank = TWINS[type(module)], config.max_rank
+    kind, weight, rank = TWINS[type(module)], module.weight, config.max_rank
+    in_modes, out_modes = config.modes.get(name, (None, None))
     try:
-        how = kind.how(module, config.format, config.layout, *config.modes.get(name, (None, None)))
+        how = kind.how(module, config.format, config.layout, in_modes=in_modes, out_modes=out_modes)
         if config.init == "svd":
-            return kind.of(module, FactorizedWeight.decomposed(module.weight, *how, rank, config.tol))
-        like = module.weight
-        return kind.of(module, FactorizedWeight.random(*how, rank, config.init, like.dtype, like.device))
+            return kind.of(module, FactorizedWeight.decomposed(weight, *how, rank, config.tol))
+        factory = {"dtype": weight.dtype, "device": weight.device}
+        return kind.of(module, FactorizedWeight.random(*how, rank, config.init, **factory))
     except BayesTrainError as error:
         error.add_note(f"This happened at layer {name!r} of the model; nothing was converted.")
         raise

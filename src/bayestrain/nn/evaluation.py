@@ -1,7 +1,5 @@
 """Temporary evaluation mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

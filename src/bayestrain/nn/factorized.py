@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import combinations
-from typing import Any, NamedTuple, Self
+from itertools import chain, product
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.errors import ShapeError, check_choice
 from bayestrain.formats import Format, algebra
 from bayestrain.formats.equation import Labels
 from bayestrain.nn.layout import Layout
@@ -31,18 +31,17 @@ class RankState(nn.Module):
     `RankPrior` attaches it to a weight, the model's ``state_dict`` saves it, and `RankPrior.remove_` removes it.
     """
 
-    held_norm: Tensor
-    start_ranks: Tensor
-
-    def __init__(self, ranks: Sequence[int], like: Tensor) -> None:
+    def __init__(
+        self, ranks: Sequence[int], like: Tensor, a: float = GAMMA_SHAPE, b: float = GAMMA_RATE, floor: float = FLOOR
+    ) -> None:
         super().__init__()
         self.start = tuple(ranks)
         """The ranks the prior started with; it still counts indices that were cut."""
-        self.a, self.b, self.floor = GAMMA_SHAPE, GAMMA_RATE, FLOOR
-        self.register_buffer("start_ranks", torch.tensor(ranks, dtype=torch.int64, device=like.device))
-        self.register_buffer("held_norm", torch.zeros((), dtype=like.dtype, device=like.device))
+        self.a, self.b, self.floor = a, b, floor
+        self.start_ranks = nn.Buffer(torch.tensor(ranks, dtype=torch.int64, device=like.device))
+        self.held_norm = nn.Buffer(torch.zeros((), dtype=like.dtype, device=like.device))
         for k, rank in enumerate(ranks):
-            self.register_buffer(f"log_lambda_{k}", torch.zeros(rank, dtype=like.dtype, device=like.device))
+            setattr(self, f"log_lambda_{k}", nn.Buffer(torch.zeros(rank, dtype=like.dtype, device=like.device)))
 
     @property
     def log_lambdas(self) -> list[Tensor]:
@@ -58,33 +57,22 @@ class RankState(nn.Module):
         self.start = tuple(self.start_ranks.tolist())
 
 
-class Cut(NamedTuple):
-    """A network taken apart into the two factors of a matrix product."""
-
-    width: int
-    """The product of the ranks of the bonds between them."""
-    bonds: Labels
-    first: tuple[int, ...]
-    """The cores that read the inputs."""
-    second: tuple[int, ...]
-    """The cores that make the outputs."""
+Cut = tuple[int, Labels, tuple[bool, ...]]
+"""Where a network comes apart into two factors of a matrix product: the product of the ranks of the bonds between them,
+these bonds, and for each core whether it is part of the factor that reads the inputs."""
 
 
 class FactorizedWeight(nn.Module):
-    """A weight as the cores of a low-rank format.
+    """A weight as the cores of a low-rank format, which a layout folds into modes.
 
     The parameters are `cores`, whose axes are the labels of `equation`. A ``state_dict`` with other ranks loads: the
     cores take the shapes they find, as long as the modes agree, so a compacted model loads into a freshly built one.
-
-    Args:
-        format: the family of tensor networks.
-        layout: how the weight folds into modes.
-        cores: the starting values.
     """
 
     def __init__(self, format: Format, layout: Layout, cores: Sequence[Tensor]) -> None:
         super().__init__()
-        self.format, self.layout = format, layout
+        self.format, self.layout, self.shape = format, layout, layout.shape
+        self.dense_numel = math.prod(layout.shape)
         self.equation = format.equation(layout.sizes)
         self._check(cores)
         self.cores = nn.ParameterList([nn.Parameter(core) for core in cores])
@@ -94,21 +82,13 @@ class FactorizedWeight(nn.Module):
 
     @classmethod
     def random(
-        cls,
-        format: Format,
-        layout: Layout,
-        max_rank: int | Sequence[int] = DEFAULT_RANK,
-        init: str = "he",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        cls, format: Format, layout: Layout, max_rank: int | Sequence[int], init: str = "he", **factory: Any
     ) -> Self:
         """Gaussian cores; the weight's entries have He's variance ``2 / fan_in``, or the paper's ``sqrt(2 / Q)``."""
-        check_init(init)
-        fan_in, entries = math.prod(layout.shape[1:]), math.prod(layout.shape)
-        variance = 2.0 / max(fan_in, 1) if init == "he" else math.sqrt(2.0 / max(entries, 1))
+        check_choice("init", init, INITS)
+        variance = 2 / math.prod(layout.shape[1:]) if init == "he" else math.sqrt(2 / math.prod(layout.shape))
         equation, ranks = format.equation(layout.sizes), format.max_ranks(layout.sizes, max_rank)
-        cores = algebra.random_cores(equation, layout.sizes, ranks, variance, dtype=dtype, device=device)
-        return cls(format, layout, cores)
+        return cls(format, layout, algebra.random_cores(equation, layout.sizes, ranks, variance, **factory))
 
     @classmethod
     @torch.no_grad()
@@ -127,19 +107,9 @@ class FactorizedWeight(nn.Module):
         return found
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return self.layout.shape
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         """The rank of every bond, in order of appearance in the equation."""
         return self.equation.ranks([core.shape for core in self.cores])
-
-    @property
-    def dense_numel(self) -> int:
-        """Entries of the whole weight."""
-        return math.prod(self.shape)
 
     @property
     def numel(self) -> int:
@@ -152,65 +122,52 @@ class FactorizedWeight(nn.Module):
 
     # --- products -----------------------------------------------------------------------------------------------------
 
-    def axes(self, core: int) -> tuple[Labels, tuple[int, ...]]:
-        """The labels and sizes of a core's axes after its modes are taken apart into factors ``f0``, ``f1``, .."""
-        layout, parts = self.layout, dict(zip(self.equation.modes, self.layout.modes, strict=True))
-        found: list[tuple[str, int]] = []
-        for label, size in zip(self.equation.cores[core], self.cores[core].shape, strict=True):
-            found += [(f"f{n}", layout.factors[n]) for n in parts[label]] if label in parts else [(label, size)]
-        return tuple(label for label, _ in found), tuple(size for _, size in found)
-
-    def operands(self, which: Iterable[int], dtype: torch.dtype | None = None) -> list[algebra.Operand]:
-        """Some of the cores, with their modes taken apart into factors, as `algebra.contract` takes them."""
-        parts = [(self.cores[k], *self.axes(k)) for k in which]
-        return [(core.to(dtype or core.dtype).reshape(sizes), labels) for core, labels, sizes in parts]
-
-    def labels(self, axis: int) -> Labels:
-        """The labels of the factors of one of the layout's axes."""
-        return tuple(f"f{n}" for n, own in enumerate(self.layout.axis_of) if own == axis)
+    def operands(self, dtype: torch.dtype | None = None) -> list[algebra.Operand]:
+        """The cores as `algebra.contract` takes them, with their modes taken apart into the factors of the layout."""
+        layout, shapes = self.layout, [core.shape for core in self.cores]
+        factors = [label for labels in layout.labels for label in labels]
+        size = self.equation.sizes(shapes) | dict(zip(factors, layout.factors, strict=True))
+        parts = {mode: [factors[n] for n in own] for mode, own in zip(self.equation.modes, layout.modes, strict=True)}
+        found = []
+        for core, own in zip(self.cores, self.equation.cores, strict=True):
+            labels = tuple(part for label in own for part in parts.get(label, [label]))
+            found.append((core.to(dtype or core.dtype).reshape([size[label] for label in labels]), labels))
+        return found
 
     def multiply(self, x: Tensor) -> Tensor:
-        """``(rows, inputs) -> (rows, outputs)`` core by core, without materialising the weight, a matrix."""
-        (outputs, inputs), (outs, ins) = self.shape, self.layout.splits
-        x = F.pad(x, (0, self.layout.padded[1] - inputs)).reshape(-1, *ins)
-        batch = (x, ("batch", *self.labels(1)))
-        y = algebra.contract([batch, *self.operands(range(len(self.cores)), x.dtype)], ("batch", *self.labels(0)))
-        return y.reshape(-1, math.prod(outs))[:, :outputs]
+        """``(.., inputs) -> (.., outputs)`` core by core, without materialising the weight, a matrix."""
+        (outputs, inputs), layout, (outs, ins) = self.shape, self.layout, self.layout.labels
+        rows = F.pad(x.reshape(-1, inputs), (0, layout.padded[1] - inputs)).reshape(-1, *layout.splits[1])
+        y = algebra.contract([(rows, ("batch", *ins)), *self.operands(x.dtype)], ("batch", *outs))
+        return y.reshape(-1, layout.padded[0])[:, :outputs].reshape(*x.shape[:-1], outputs)
 
     def operations(self, rows: int) -> tuple[int, int]:
         """Multiplications of `multiply`, and of a product with the weight, which is materialised first."""
-        known = tuple(self.axes(k) for k in range(len(self.cores)))
-        batch = (("batch", *self.labels(1)), (rows, *self.layout.splits[1]))
-        by_cores = algebra.plan((batch, *known), ("batch", *self.labels(0))).multiplications
-        every = tuple(f"f{n}" for n in range(len(self.layout.factors)))
-        return by_cores, algebra.plan(known, every).multiplications + rows * self.dense_numel
+        (outs, ins), known = self.layout.labels, tuple((labels, tuple(core.shape)) for core, labels in self.operands())
+        batch = ("batch", *ins), (rows, *self.layout.splits[1])
+        by_cores = algebra.plan((batch, *known), ("batch", *outs)).multiplications
+        return by_cores, algebra.plan(known, outs + ins).multiplications + rows * self.dense_numel
 
     def cut(self) -> Cut | None:
         """The narrowest cut between inputs and outputs; None where a core has factors of both."""
-        owner = {label: k for k in range(len(self.cores)) for label in self.axes(k)[0]}
-        outs = {owner[label] for label in self.labels(0)}
-        ins = {owner[f"f{n}"] for n, axis in enumerate(self.layout.axis_of) if axis > 0}
-        if outs & ins:
+        reads = {label: axis > 0 for axis, labels in enumerate(self.layout.labels) for label in labels}
+        sides = [{reads[label] for label in labels if label in reads} for _, labels in self.operands()]
+        if any(len(side) == 2 for side in sides):
             return None
-        every = range(len(self.cores))
-        neutral = [k for k in every if k not in outs | ins]
-        ranks = dict(zip(self.equation.bonds, self.ranks, strict=True))
-        found = []
-        for chosen in (some for count in range(len(neutral) + 1) for some in combinations(neutral, count)):
-            second = tuple(k for k in every if k in outs or k in chosen)
-            first = tuple(k for k in every if k not in second)
-            bonds = tuple(b for b in ranks if len({k in second for k in self.equation.owners(b)}) == 2)
-            found.append(Cut(math.prod([ranks[bond] for bond in bonds]), bonds, first, second))
+        ranks, found = dict(zip(self.equation.bonds, self.ranks, strict=True)), []
+        for chosen in product(*(tuple(side) or (False, True) for side in sides)):
+            bonds = tuple(b for b in ranks if len({chosen[k] for k in self.equation.owners(b)}) == 2)
+            found.append((math.prod([ranks[bond] for bond in bonds]), bonds, chosen))
         return min(found)
 
     def halves(self, cut: Cut) -> tuple[Tensor, Tensor]:
         """The two factors, ``(width, inputs, ..)`` with the weight's other axes behind, and ``(outputs, width)``."""
-        (outputs, inputs, *rest), layout = self.shape, self.layout
-        others = tuple(label for axis in range(1, len(layout.axes)) for label in self.labels(axis))
-        first = algebra.contract(self.operands(cut.first), (*cut.bonds, *others))
-        second = algebra.contract(self.operands(cut.second), (*self.labels(0), *cut.bonds))
-        first = first.reshape(cut.width, layout.padded[1], *rest)[:, :inputs]
-        return first, second.reshape(layout.padded[0], cut.width)[:outputs]
+        (outputs, inputs, *rest), (outs, *others), (width, bonds, sides) = self.shape, self.layout.labels, cut
+        cores = list(zip(self.operands(), sides, strict=True))
+        first = algebra.contract([core for core, reads in cores if reads], (*bonds, *chain(*others)))
+        second = algebra.contract([core for core, reads in cores if not reads], (*outs, *bonds))
+        first = first.reshape(width, self.layout.padded[1], *rest)[:, :inputs]
+        return first, second.reshape(self.layout.padded[0], width)[:outputs]
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -241,20 +198,12 @@ class FactorizedWeight(nn.Module):
         with suppress(AttributeError, ShapeError):  # what is missing or does not fit is reported by PyTorch
             self.set_cores([own.new_empty(new.shape) for own, new in zip(self.cores, found, strict=True)])
             if self.rank_state is not None or f"{prefix}rank_state.held_norm" in state_dict:
-                before, self.rank_state = self.rank_state, None
-                state = self.attach_rank_state()  # with the ranks that come in
-                if before is not None:
-                    state.a, state.b, state.floor = before.a, before.b, before.floor
+                old = self.attach_rank_state()
+                self.rank_state = RankState(self.ranks, self.cores[0], old.a, old.b, old.floor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"{self.format.name}, {self.equation}, ranks={self.ranks}"
-
-
-def check_init(init: str, more: Sequence[str] = ()) -> None:
-    """Raise unless `init` names a way to start."""
-    if init not in (*INITS, *more):
-        raise ConfigError(f"init must be one of {(*INITS, *more)}, got {init!r}.")
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:

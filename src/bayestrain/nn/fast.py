@@ -4,8 +4,6 @@ Everything works without it: `formats`, `nn`, `prior` and `posterior` are comple
 the same faster. Set the environment variable ``BAYESTRAIN_PERF=0`` to run without.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from importlib import import_module

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
-from bayestrain.errors import ConversionError, ShapeError
+from bayestrain.errors import ConversionError, ShapeError, check_choice
 from bayestrain.formats import Format, get
 from bayestrain.nn.factorized import DEFAULT_RANK, FactorizedWeight
 from bayestrain.nn.fast import fast
-from bayestrain.nn.layout import Layout, check_layout
+from bayestrain.nn.layout import LAYOUTS, Layout
 from bayestrain.nn.precision import own_precision, traced
+from bayestrain.nn.sizes import count_parameters, dense_parameters
 
 Modes = Sequence[int] | None
 
@@ -58,8 +59,8 @@ class TensorLayer(nn.Module, ABC):
         **kwargs: Any,
     ) -> None:
         dense = self.dense_kind(*args, **{**kwargs, "device": "meta"})  # checks its arguments as PyTorch does
-        how = self.how(dense, format, layout, in_modes, out_modes)
-        self._become(dense, FactorizedWeight.random(*how, max_rank, init, dtype, device))
+        how = self.how(dense, format, layout, in_modes=in_modes, out_modes=out_modes)
+        self._become(dense, FactorizedWeight.random(*how, max_rank, init, dtype=dtype, device=device))
 
     def _become(self, dense: Any, weight: FactorizedWeight) -> None:
         """Initialise with this weight and all else that a dense layer has; a bias on the meta device is drawn."""
@@ -67,10 +68,11 @@ class TensorLayer(nn.Module, ABC):
         for name in self.settings:
             setattr(self, name, getattr(dense, name))
         self.outputs, self.inputs = weight.shape[:2]
+        self.out_modes, self.in_modes = weight.layout.splits[:2]
         self.factorized = weight.requires_grad_(dense.weight.requires_grad)
         bias, like = dense.bias, weight.cores[0]
         if bias is not None and bias.is_meta:
-            bound = 1.0 / math.sqrt(max(math.prod(weight.shape[1:]), 1))  # as PyTorch's layers start theirs
+            bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))  # as PyTorch's layers start theirs
             bias = torch.empty_like(bias, dtype=like.dtype, device=like.device).uniform_(-bound, bound)
         own = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=dense.bias.requires_grad)
         self.register_parameter("bias", own)
@@ -78,17 +80,12 @@ class TensorLayer(nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
-    def fold(shape: Sequence[int], format: Format, layout: str, in_modes: Modes, out_modes: Modes) -> Layout:
+    def fold(shape: Size, format: Format, layout: str, in_modes: Modes = None, out_modes: Modes = None) -> Layout:
         """The layout of a weight; modes not given are chosen by the format's default."""
 
     @classmethod
     def how(
-        cls,
-        dense: Any,
-        format: str | Format = "tt",
-        layout: str = "paired",
-        in_modes: Modes = None,
-        out_modes: Modes = None,
+        cls, dense: Any, format: str | Format = "tt", layout: str = "paired", **modes: Modes
     ) -> tuple[Format, Layout]:
         """The format, and the layout of a dense layer's weight; raises if no layer of this class can stand for it."""
         kind = type(dense).__name__
@@ -98,8 +95,8 @@ class TensorLayer(nn.Module, ABC):
             raise ConversionError(f"{kind} is lazy and has no weights yet. Run one batch through the model first.")
         if (groups := getattr(dense, "groups", 1)) != 1:
             raise ConversionError(f"groups must be 1, got groups={groups}. A grouped kernel is small: leave it dense.")
-        check_layout(layout)
-        return get(format), cls.fold(tuple(dense.weight.shape), get(format), layout, in_modes, out_modes)
+        check_choice("layout", layout, LAYOUTS)
+        return get(format), cls.fold(dense.weight.shape, get(format), layout, **modes)
 
     @classmethod
     def from_dense(
@@ -163,26 +160,6 @@ class TensorLayer(nn.Module, ABC):
         with own_precision(self.cores[0]):
             return self.factorized.dense()
 
-    @property
-    def out_modes(self) -> tuple[int, ...]:
-        """The factors of the outputs."""
-        return self.factorized.layout.splits[0]
-
-    @property
-    def in_modes(self) -> tuple[int, ...]:
-        """The factors of the inputs."""
-        return self.factorized.layout.splits[1]
-
-    @property
-    def dense_parameters(self) -> int:
-        """Number of parameters of the dense layer this one stands for."""
-        return self.factorized.dense_numel + (0 if self.bias is None else self.bias.numel())
-
-    @property
-    def parameters_left(self) -> int:
-        """Number of parameters of this layer, bias included, ``lambda`` not."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def train(self, mode: bool = True) -> Self:
         """As for any module; what `perf` keeps for inference is dropped, since cores may have changed unseen."""
         if (perf := fast()) is not None:
@@ -190,12 +167,11 @@ class TensorLayer(nn.Module, ABC):
         return super().train(mode)
 
     def __repr__(self) -> str:
-        weight, left, whole = self.factorized, self.parameters_left, self.dense_parameters
         known: dict[str, object] = {name: getattr(self, name) for name in self.settings}
-        known |= {"bias": self.bias is not None, "format": weight.format.name, "layout": weight.layout.name}
-        known |= {"in_modes": self.in_modes, "out_modes": self.out_modes, "ranks": self.ranks}
+        known |= {"bias": self.bias is not None, "format": self.factorized.format.name}
+        known |= {name: getattr(self, name) for name in ("in_modes", "out_modes", "ranks")}
         text = ", ".join(f"{name}={value!r}" for name, value in known.items())
-        return f"{type(self).__name__}({text}, parameters={left:,} of {whole:,} ({whole / left:.3g}x))"
+        return f"{type(self).__name__}({text}, parameters={count_parameters(self):,} of {dense_parameters(self):,})"
 
 
 def is_lazy(module: nn.Module) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from bayestrain.errors import ShapeError
 from bayestrain.formats import Format
@@ -29,7 +28,7 @@ class TensorLinear(TensorLayer):
     out_features: int
 
     @staticmethod
-    def fold(shape: Sequence[int], format: Format, layout: str, in_modes: Modes, out_modes: Modes) -> Layout:
+    def fold(shape: Size, format: Format, layout: str, in_modes: Modes = None, out_modes: Modes = None) -> Layout:
         """The layout of an ``(out, in)`` weight; modes not given are chosen by the format's default."""
         outputs, inputs = shape
         if in_modes is None and out_modes is None and not format.splits:
@@ -49,17 +48,12 @@ class TensorLinear(TensorLayer):
 
     def multiply(self, x: Tensor) -> Tensor:
         """By the whole weight, or core by core where that takes fewer multiplications."""
-        if not traced() and self.plan(x)[0] == "core by core":
-            return self.by_cores(x)
-        return F.linear(x, self.weight, self.bias)
-
-    def by_cores(self, x: Tensor) -> Tensor:
-        """The forward pass core by core."""
+        if traced() or self.plan(x)[0] == "whole weight":
+            return F.linear(x, self.weight, self.bias)
         dtype = product_dtype(x)
         with own_precision(x):
-            y = self.factorized.multiply(x.reshape(-1, self.in_features).to(dtype))
-            y = y if self.bias is None else y + self.bias.to(dtype)
-        return y.reshape(*x.shape[:-1], self.out_features)
+            y = self.factorized.multiply(x.to(dtype))
+            return y if self.bias is None else y + self.bias.to(dtype)
 
     def plan(self, x: Tensor) -> tuple[str, float]:
         rows = math.prod(x.shape[:-1])

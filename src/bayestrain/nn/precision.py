@@ -1,29 +1,21 @@
 """In which precision layers compute under autocast, and whether a pass is being traced."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-LOWERED = (torch.float32, torch.float16, torch.bfloat16)
-"""Types that autocast brings into its own."""
 
-
-def _autocast_is_on(x: Tensor) -> bool:
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast brings this input into its own type; it leaves double precision alone."""
     kind = x.device.type  # the meta device, for one, knows no autocast
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return on and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def own_precision(x: Tensor) -> AbstractContextManager[object]:
     """Disables autocast: a weight is materialised in the precision of its cores."""
-    return torch.autocast(x.device.type, enabled=False) if _autocast_is_on(x) else nullcontext()
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for this input."""
-    return _autocast_is_on(x) and x.dtype in LOWERED
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

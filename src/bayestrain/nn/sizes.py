@@ -1,7 +1,5 @@
 """Ranks and sizes of a model."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -9,15 +7,9 @@ from bayestrain.nn.factorized import FactorizedWeight
 
 
 def factorized_weights(model: nn.Module) -> dict[str, FactorizedWeight]:
-    """Every factorised weight by the name of its layer; a weight used twice appears once."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, FactorizedWeight))
-    return {layer_name(name): weight for name, weight in found}
-
-
-def layer_name(name: str) -> str:
-    """The name of the layer that holds a factorised weight; a bare one keeps its own."""
-    parent, _, own = name.rpartition(".")
-    return parent if own == "factorized" else name
+    """Every factorised weight by the name of its layer, or its own; a weight used twice appears once."""
+    found = {f".{name}": module for name, module in model.named_modules() if isinstance(module, FactorizedWeight)}
+    return {name.removesuffix(".factorized").removeprefix("."): weight for name, weight in found.items()}
 
 
 def ranks(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -27,14 +19,9 @@ def ranks(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def count_parameters(model: nn.Module) -> int:
     """How many numbers a model stores: parameters and batch norm's running vectors, without lambda."""
-    running = (
-        buffer.numel()
-        for module in model.modules()
-        if isinstance(module, _NormBase)
-        for buffer in (module.running_mean, module.running_var)
-        if buffer is not None
-    )
-    return sum(parameter.numel() for parameter in model.parameters()) + sum(running)
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    stored = [*model.parameters(), *(norm.running_mean for norm in norms), *(norm.running_var for norm in norms)]
+    return sum(tensor.numel() for tensor in stored if tensor is not None and not nn.parameter.is_lazy(tensor))
 
 
 def dense_parameters(model: nn.Module) -> int:

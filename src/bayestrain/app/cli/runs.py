@@ -40,7 +40,7 @@ def inspect(
     elif plan:
         import torch
 
-        from bayestrain.overview import summary
+        from bayestrain.nn import summary
         from bayestrain.train.run import load_run
 
         x = torch.zeros(batch, *run.result["input_shape"], dtype=getattr(torch, run.result["input_dtype"]))
