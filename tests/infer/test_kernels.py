@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer import Kernel, diagnose, imq, kernels, median_bandwidth, rbf
-from bayestrain.infer.particles import centre_, flatten
+from bayestrain.infer.particles import flatten
 
 F64 = torch.float64
 
@@ -24,7 +24,7 @@ def all_alive(n: int) -> Tensor:
 
 
 def squared_distances(particles: dict[str, Tensor], alive: Tensor) -> Tensor:
-    return kernels.squared_distances(centre_(flatten(particles), alive), alive)
+    return kernels.squared_distances_(flatten(particles), alive)
 
 
 def distances_of(points: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ A new method is one file: a subclass of `Method` that overrides `direction`, and
 """
 
 from bayestrain.infer.diagnostics import Diagnostics, diagnose
-from bayestrain.infer.ensemble import Ensemble
+from bayestrain.infer.ensemble import MAP, Ensemble
 from bayestrain.infer.kernels import Kernel, imq, median_bandwidth, rbf
-from bayestrain.infer.map import MAP
 from bayestrain.infer.method import MakeOptimizer, Method, StepInfo, value_and_grad
 from bayestrain.infer.particles import count, stack
 from bayestrain.infer.sgld import SGLD

@@ -1,13 +1,12 @@
 """Diagnostics of a set of particles: are they different?"""
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer.kernels import median_bandwidth, rbf, squared_distances
-from bayestrain.infer.particles import Particles, centre_, count, flatten
+from bayestrain.infer.kernels import median_bandwidth, rbf, squared_distances_
+from bayestrain.infer.particles import Particles, count, flatten
 
 DISTINCT = 0.1
 """Particles count as different when their distance is at least this fraction of their length."""
@@ -39,14 +38,13 @@ def diagnose(particles: Particles) -> Diagnostics:
         raise ConfigError(f"Particles are compared with each other, so there must be at least 2, got {n}.")
     theta = flatten(particles)
     theta = theta[theta.isfinite().all(1)]
-    n = len(theta)
-    alive = theta.new_ones(n, dtype=torch.bool)
+    n, alive = len(theta), theta.new_ones(len(theta), dtype=torch.bool)
     length2 = theta.square().sum(1).mean().clamp_min(1e-30)
-    d2 = squared_distances(centre_(theta, alive), alive)
-    kernel, pairs = rbf(d2)[0], d2[torch.triu(alive[:, None] & alive, 1)]
+    d2 = squared_distances_(theta, alive)
+    pairs = d2[alive.expand(n, n).triu(1)]
     return Diagnostics(
         bandwidth=float(median_bandwidth(d2)),
-        kernel_mass=float((kernel.sum() - n) / max(n * (n - 1), 1)),
-        spread=float((pairs.median() / length2).sqrt()) if len(pairs) else math.nan,
-        effective_particles=n**2 / float(torch.exp(-d2 / (DISTINCT**2 * length2)).sum()) if n else 0.0,
+        kernel_mass=float((rbf(d2)[0].sum() - n) / max(n * (n - 1), 1)),
+        spread=float((pairs.nanmedian() / length2).sqrt()),
+        effective_particles=n**2 / max(float(torch.exp(-d2 / (DISTINCT**2 * length2)).sum()), 1.0),
     )

@@ -14,11 +14,15 @@ from torch import Tensor
 Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def squared_distances(rows: Tensor, alive: Tensor) -> Tensor:
-    """Squared distances of all pairs of rows ``(n, D)``, which are centred; infinite for rows that are not `alive`."""
+def squared_distances_(rows: Tensor, alive: Tensor) -> Tensor:
+    """Squared distances of all pairs of rows ``(n, D)``, which are centred in place; infinite for rows not `alive`.
+
+    Without their mean, small differences of particles far from the origin are not rounded away. Dead rows become zero.
+    """
+    rows.masked_fill_(~alive[:, None], 0.0)
+    rows.sub_(rows.sum(0) / alive.sum().clamp_min(1)).masked_fill_(~alive[:, None], 0.0)
     gram = rows @ rows.mT
-    norms = gram.diagonal()
-    lengths = norms[:, None] + norms
+    lengths = gram.diagonal()[:, None] + gram.diagonal()
     distances = lengths - 2 * gram
     rounding = 8 * torch.finfo(distances.dtype).eps * lengths  # two copies of one point differ by no more than this
     distances = torch.where(distances < rounding, 0.0, distances).fill_diagonal_(0.0)
@@ -28,15 +32,13 @@ def squared_distances(rows: Tensor, alive: Tensor) -> Tensor:
 def median_bandwidth(d2: Tensor) -> Tensor:
     """``median(d2) / log n`` over pairs of different particles (Liu & Wang 2016, section 3.2).
 
-    Self-distances are left out: they are zero by definition and would pull the median of a few particles down. So are
-    infinite distances. Where most pairs coincide, the median is taken over the pairs that do not.
+    Self-distances, zero by definition, would pull the median of a few particles down. Where most pairs coincide, the
+    median is taken over the pairs that do not.
     """
-    n = d2.shape[0]
-    row, column = torch.triu_indices(n, n, offset=1, device=d2.device)
-    pairs = torch.where(d2.isfinite(), d2, math.nan)[row, column]
-    median, apart = pairs.nanmedian(), torch.where(pairs > 0, pairs, math.nan).nanmedian()
+    pairs = torch.where(d2.isfinite(), d2, math.nan)
+    living = pairs.diagonal().isfinite().sum().clamp_min(2)
+    median, apart = pairs.fill_diagonal_(math.nan).nanmedian(), torch.where(pairs > 0, pairs, math.nan).nanmedian()
     median = torch.where(median > 0, median, apart).nan_to_num(1.0)  # if all coincide, any bandwidth will do
-    living = d2.diagonal().isfinite().sum().clamp_min(2)
     return (median / living.to(d2.dtype).log()).clamp_min(1e-30)
 
 
