@@ -1,9 +1,4 @@
-"""Gradient ascent: one particle finds the maximum a posteriori, several are a deep ensemble (Lakshminarayanan 2017).
-
-::
-
-    theta_k += lr * grad log p(theta_k)
-"""
+"""Plain ascent: one particle finds the maximum a posteriori, several are a deep ensemble (Lakshminarayanan 2017)."""
 
 from bayestrain.infer.method import Method
 

@@ -11,9 +11,6 @@ from torch import Tensor
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError
 from bayestrain.infer.particles import Particles, count, flatten, unflatten
 
-LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
-"""``log_density(particles, batch) -> (n,)``: one differentiable log density per particle, up to a constant."""
-
 Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 """``gradients(particles, batch) -> (log densities (n,), {name: gradient (n, ...)})``, see `value_and_grad`."""
 
@@ -24,8 +21,8 @@ LOOK_EVERY = 50
 """Steps between checks for broken particles on a device where reading a value would stall the queue."""
 
 
-def value_and_grad(log_density: LogDensity) -> Gradients:
-    """Return the function that computes a log density of particles and its gradients."""
+def value_and_grad(log_density: Callable[[dict[str, Tensor], Any], Tensor]) -> Gradients:
+    """Return the function that computes a log density ``(particles, batch) -> (n,)`` and its gradients."""
 
     def gradients(particles: Particles, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         n, leaves = count(particles), {name: t.detach().requires_grad_() for name, t in particles.items()}
@@ -142,8 +139,8 @@ class Method:
         broken = self.broken.nonzero().flatten().tolist()
         if len(broken) == len(self):
             raise TrainingError(
-                "No particle has a finite log density and gradient. Try a smaller learning rate, and look for a log of "
-                "zero or a division by zero in the model or the likelihood."
+                "No particle has a finite log density and gradient. Try a smaller learning rate, and look for a "
+                "logarithm of zero or a division by zero."
             )
         for i in set(broken) - self._warned:
             self._warned.add(i)
@@ -169,9 +166,13 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next step depends on."""
-        particles = {name: tensor.detach() for name, tensor in self.particles.items()}
-        own = {"method": self.name, "particles": particles, "optimizer": self.optimizer.state_dict()}
-        return {**own, "steps": self.steps, "broken": self.broken}
+        return {
+            "method": self.name,
+            "particles": {name: tensor.detach() for name, tensor in self.particles.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "broken": self.broken,
+        }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless `load_state_dict` would succeed."""

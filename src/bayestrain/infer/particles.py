@@ -16,7 +16,8 @@ def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Stack single points, which must agree in names, shapes and dtypes, into particles."""
     first, *others = [{name: (tuple(t.shape), t.dtype) for name, t in point.items()} for point in points]
     for i, other in enumerate(others, 1):
-        for name in sorted(dict(first.items() ^ other.items())):
+        if differing := sorted(first.items() ^ other.items(), key=str):
+            name, _ = differing[0]
             raise ShapeError(
                 f"All particles must have the same tensors, but {name!r} is {other.get(name)} in particle {i} and "
                 f"{first.get(name)} in particle 0. Build all networks with the same code and the same ranks."
@@ -27,9 +28,9 @@ def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def count(particles: Particles) -> int:
     """Return the number of particles, which must be the same in every tensor."""
     sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in particles.items()}
-    if len(set(sizes.values())) != 1:
+    if len(distinct := set(sizes.values())) != 1:
         raise ShapeError(f"Every tensor must hold the same number of particles in its first dimension, got {sizes}.")
-    return next(iter(sizes.values()))
+    return distinct.pop()
 
 
 def flatten(particles: Particles) -> Tensor:

@@ -43,16 +43,14 @@ class SGLD(Method):
         memory: float = 0.0,
         seed: int = 0,
         scale: float = 1.0,
-        clip: float | None = None,
+        **options: Any,
     ) -> None:
         if not (lr > 0 and temperature >= 0 and 0 <= memory < 1):
-            raise ConfigError(
-                "lr must be positive, temperature at least 0 and memory in [0, 1), "
-                f"got lr={lr}, temperature={temperature}, memory={memory}."
-            )
+            got = f"got lr={lr}, temperature={temperature}, memory={memory}"
+            raise ConfigError(f"lr must be positive, temperature at least 0 and memory in [0, 1), {got}.")
         noise = temperature * scale  # because the gradients are scaled
         make = partial(Langevin, lr=lr, temperature=noise, memory=memory, seed=seed, step=0)
-        super().__init__(gradients, particles, make, scale=scale, clip=clip)
+        super().__init__(gradients, particles, make, scale=scale, **options)
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
         self.optimizer.alive = alive
