@@ -174,16 +174,6 @@ def test_a_step_of_sgld_is_the_printed_formula() -> None:
     torch.testing.assert_close(preconditioned.particles["x"].detach(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_sgld_at_temperature_zero_is_gradient_ascent() -> None:
-    start = points(3)
-    cold = build("sgld", cone, start, lr=0.05, temperature=0.0)
-    ascent = build("ensemble", cone, start)
-    for _ in range(5):
-        cold.step(None)
-        ascent.step(None)
-    assert_same(cold, ascent)
-
-
 def test_noise_depends_on_the_seed_alone_and_is_never_repeated() -> None:
     flat: Callable[..., Tensor] = lambda p, _: 0.0 * p["x"].sum(1)  # noqa: E731
     start = {"x": torch.zeros(3, 4, dtype=F64)}

@@ -26,7 +26,6 @@ EXAMPLES = {
     "ring": "rax, xby, ycr -> abc",
     "CP": "ar, br, cr -> abc",
     "weighted CP": "ar, br, r -> ab",
-    "Tucker": "xyz, ax, by, cz -> abc",
     "Tucker-2": "axy, bx, cy -> abc",
     "star": "wxyz, aw, bx, cy, dz -> abcd",
     "block term": "axs, bys, czs, xyzs -> abc",

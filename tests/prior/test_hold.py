@@ -144,6 +144,8 @@ class Branching(nn.Module):
         match self.extra:
             case "skip":
                 out = out + y
+            case "skip in training" | "skip in evaluation":
+                out = out + y if self.training == (self.extra == "skip in training") else out
             case "functional":
                 out = out * F.relu(y)
             case "second batch norm":
@@ -159,30 +161,37 @@ class Branching(nn.Module):
             case "attribute":
                 self.kept = y
             case "list":
-                self.list = [y]
+                self.kept = [y]
+            case "bias":
+                out = out * self.conv.bias[0]
         return out
 
 
+@pytest.mark.parametrize("extra", ["nowhere", "second batch norm", "called again with"])
+def test_layers_whose_output_only_normalisations_use_are_found(extra: str) -> None:
+    norms = ["bn"] if extra == "nowhere" else ["bn", "other_bn"]
+    assert normalised_layers(Branching(extra)) == ({"conv": norms}, {})
+
+
 @pytest.mark.parametrize(
-    ("extra", "expected"),
+    "extra",
     [
-        ("nowhere", ["bn"]),
-        ("skip", None),
-        ("functional", None),
-        ("second batch norm", ["bn", "other_bn"]),
-        ("called again without", None),
-        ("called again with", ["bn", "other_bn"]),
-        ("batch norm called again", None),
-        ("output", None),
-        ("attribute", None),
-        ("list", None),
+        "skip",
+        "skip in training",
+        "skip in evaluation",
+        "functional",
+        "called again without",
+        "batch norm called again",
+        "output",
+        "attribute",
+        "list",
+        "bias",
     ],
 )
-def test_every_use_of_the_output_counts(extra: str, expected: list[str] | None) -> None:
+def test_any_other_use_counts(extra: str) -> None:
     model = Branching(extra)
-    assert normalised_layers(model) == ({} if expected is None else {"conv": expected}, {})
+    assert normalised_layers(model) == normalised_layers(model.eval()) == ({}, {})
     assert not hasattr(model, "kept")
-    assert not hasattr(model, "list")
 
 
 class Untraceable(nn.Module):
@@ -215,17 +224,6 @@ def test_names_are_checked() -> None:
         BayesTrainError, match=r"hold_scale must name factorised layers, got \['1'\]. There are \['0'\]"
     ):
         RankPrior(model, num_data=10, hold_scale=["0", "1"])
-
-
-@pytest.mark.parametrize("used", [True, False])
-def test_both_modes_count(used: bool) -> None:
-    class OfMode(Branching):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.conv(x)
-            z: Tensor = self.bn(y)
-            return z + y if self.training == used else z
-
-    assert normalised_layers(OfMode()) == normalised_layers(OfMode().eval()) == ({}, {})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch itself
