@@ -35,10 +35,7 @@ MAX_STEP = 2.0
 RATE = 0.1
 """Step size of the gradient update."""
 
-Falling = Mapping[float, Tensor]
-"""``{power p: coefficients of exp(-p * u)}``, one coefficient per index of a bond."""
-
-Move = Callable[[Tensor, float | Tensor, Falling, float], Tensor]
+Move = Callable[[Tensor, float | Tensor, Mapping[float, Tensor], float], Tensor]
 """``(u, linear, falling, b) -> u``, one step on a bond's conditional: `newton_step` or `gradient_step`."""
 
 
@@ -112,7 +109,7 @@ def energies(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
 def falling_terms(
     equation: Equation, energies: Sequence[Tensor], us: Sequence[Tensor], bond: int
 ) -> dict[float, Tensor]:
-    """The coefficients of ``exp(-p * u)``, per power p, in the conditional of the bond number `bond`.
+    """Per power p the coefficients of ``exp(-p * u)``, one per index, in the conditional of the bond number `bond`.
 
     Per index ``-log p(u | cores, other bonds)`` is ``linear * u + sum over p of falling[p] * exp(-p * u) + b * exp(u)``
     up to a constant: convex in ``u``. A core where the bond has power p contributes to ``falling[p]`` half its
@@ -131,7 +128,7 @@ def falling_terms(
     return falling
 
 
-def _derivatives(u: Tensor, linear: float | Tensor, falling: Falling, b: float) -> tuple[Tensor, Tensor]:
+def _derivatives(u: Tensor, linear: float | Tensor, falling: Mapping[float, Tensor], b: float) -> tuple[Tensor, Tensor]:
     """Slope and curvature of the conditional."""
     curvature = b * torch.exp(u)
     slope = curvature + linear
@@ -141,13 +138,13 @@ def _derivatives(u: Tensor, linear: float | Tensor, falling: Falling, b: float) 
     return slope, curvature
 
 
-def newton_step(u: Tensor, linear: float | Tensor, falling: Falling, b: float) -> Tensor:
+def newton_step(u: Tensor, linear: float | Tensor, falling: Mapping[float, Tensor], b: float) -> Tensor:
     """One clipped Newton step towards the minimum of the convex conditional."""
     slope, curvature = _derivatives(u, linear, falling, b)
     return u - (slope / curvature).clamp(-MAX_STEP, MAX_STEP)
 
 
-def gradient_step(u: Tensor, linear: float | Tensor, falling: Falling, b: float) -> Tensor:
+def gradient_step(u: Tensor, linear: float | Tensor, falling: Mapping[float, Tensor], b: float) -> Tensor:
     """One gradient step on the same conditional, with the slope measured per entry of the slices that ``u`` governs."""
     slope, _ = _derivatives(u, linear, falling, b)
     entries = linear.clamp_min(1.0) if isinstance(linear, Tensor) else max(linear, 1.0)

@@ -1,8 +1,8 @@
 """Layers whose weight has a free scale, because a normalisation behind them forgets it.
 
-Under the prior such a weight would shrink to nothing: its size is free, and small is likely. So its norm is held: its
-cores are rescaled together, and ``log lambda`` with them. The powers of a core's bonds add up to 2, so cores times c
-with ``u + log c`` leave every entry where it was relative to its standard deviation.
+Under the prior such a weight would shrink to nothing, so its norm is held: its cores are rescaled together, and
+``u = log lambda`` with them. The powers of a core's bonds add up to 2, so cores times c with ``u + log c`` leave every
+entry where it was relative to its standard deviation.
 """
 
 from __future__ import annotations
@@ -67,26 +67,24 @@ def layers_to_hold(
     """The layers to hold: those found, if `wanted` is "auto", or those named; none with a frozen parameter."""
     names = set(weights) if wanted == "auto" else {wanted} if isinstance(wanted, str) else set(wanted)
     if unknown := names - set(weights):
-        raise ConfigError(
-            f"hold_scale must name factorised layers, got {sorted(unknown)}. There are {sorted(weights)}."
-        )
+        raise ConfigError(f"hold_scale must name factorised layers of {sorted(weights)}, got {sorted(unknown)}.")
     sure, possible = normalised_layers(model) if names else Normalised({}, {})
     if wanted == "auto":
         names = set(sure)
         if unsure := [name for name in weights if name in possible]:
             warnings.warn(
-                f"A normalisation follows {', '.join(unsure)}, but hooks there, or a forward pass that torch.fx cannot "
-                "trace, hide whether anything else uses their outputs, so their scale is not held. If nothing else "
-                f"does, type hold_scale={[name for name in weights if name in sure | possible]}.",
+                f"A normalisation follows {', '.join(unsure)}, but hooks or a forward pass that torch.fx cannot trace "
+                "hide whether anything else uses its output, so its scale is not held. If nothing else does, type "
+                f"hold_scale={[name for name in weights if name in sure | possible]}.",
                 HoldWarning,
                 stacklevel=3,
             )
-    found = {}
-    for name in (name for name in weights if name in names):
-        layer, norms = model.get_submodule(name), (sure | possible).get(name, ())
-        if all(parameter.requires_grad for parameter in layer.parameters()):
-            found[name] = Held(layer, tuple(map(model.get_submodule, norms)))
-    return found
+    layers = {name: model.get_submodule(name) for name in weights if name in names}
+    return {
+        name: Held(layer, tuple(map(model.get_submodule, (sure | possible).get(name, ()))))
+        for name, layer in layers.items()
+        if all(parameter.requires_grad for parameter in layer.parameters())
+    }
 
 
 def normalised_layers(model: nn.Module) -> Normalised:

@@ -206,12 +206,9 @@ class RankPrior(NormalPrior):
 def _places(model: nn.Module, without: Iterable[Tensor]) -> list[tuple[nn.Module, str]]:
     """Where each trainable parameter is stored, except some; looking them up by name in every step would be slow."""
     known = {id(parameter) for parameter in without}
-    found = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in known:
-                found[id(parameter)] = module, name
-    return list(found.values())
+    places = ((p, module, name) for module in model.modules() for name, p in module._parameters.items())
+    found = {id(p): (module, name) for p, module, name in places if p is not None and p.requires_grad}
+    return [place for number, place in found.items() if number not in known]
 
 
 def _check(rule: str, fits: Callable[[Any], bool], **values: object) -> None:
