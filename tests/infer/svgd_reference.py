@@ -9,26 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-PointKernel = Callable[[Tensor, Tensor], Tensor]
-"""Two points, each a flat vector, to one number."""
+from bayestrain.infer.particles import flatten, unflatten
 
-LogDensity = Callable[[dict[str, Tensor], object], Tensor]
-
-
-def flatten(particles: Mapping[str, Tensor]) -> list[Tensor]:
-    """Every particle as one vector."""
-    n = len(next(iter(particles.values())))
-    return [torch.cat([tensor[i].detach().flatten() for tensor in particles.values()]) for i in range(n)]
-
-
-def unflatten(points: list[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back."""
-    sizes = [tensor[0].numel() for tensor in like.values()]
-    split = [point.split(sizes) for point in points]
-    return {
-        name: torch.stack([parts[k] for parts in split]).view(tensor.shape)
-        for k, (name, tensor) in enumerate(like.items())
-    }
+MakeKernel = Callable[[list[Tensor]], Callable[[Tensor], Tensor]]
+"""Makes a kernel, a function of a squared distance, from all points."""
 
 
 def median_rule(points: list[Tensor]) -> float:
@@ -38,19 +22,17 @@ def median_rule(points: list[Tensor]) -> float:
     return statistics.median_low(pairs) / math.log(n)
 
 
-def rbf_of(points: list[Tensor]) -> PointKernel:
-    """The RBF kernel, its bandwidth by the median rule for these points."""
+def rbf_of(points: list[Tensor]) -> Callable[[Tensor], Tensor]:
     h = median_rule(points)
-    return lambda x, y: torch.exp(-(x - y).square().sum() / h)
+    return lambda d2: torch.exp(-d2 / h)
 
 
-def imq_of(points: list[Tensor]) -> PointKernel:
-    """The inverse multiquadric kernel, its bandwidth by the median rule for these points."""
+def imq_of(points: list[Tensor]) -> Callable[[Tensor], Tensor]:
     h = median_rule(points)
-    return lambda x, y: 1 / torch.sqrt(1 + (x - y).square().sum() / h)
+    return lambda d2: 1 / torch.sqrt(1 + d2 / h)
 
 
-def scores(particles: Mapping[str, Tensor], log_density: LogDensity, batch: object) -> list[Tensor]:
+def scores(particles: Mapping[str, Tensor], log_density: Callable[..., Tensor], batch: object) -> list[Tensor]:
     """The gradient of every particle's log density, one particle after the other."""
     found = []
     for i in range(len(flatten(particles))):
@@ -60,26 +42,18 @@ def scores(particles: Mapping[str, Tensor], log_density: LogDensity, batch: obje
     return found
 
 
-def phi(points: list[Tensor], gradients: list[Tensor], kernel: PointKernel) -> list[Tensor]:
-    """The direction of every particle."""
-    directions = []
+def direction(
+    particles: Mapping[str, Tensor], log_density: Callable[..., Tensor], batch: object, make: MakeKernel = rbf_of
+) -> dict[str, Tensor]:
+    """The direction of one SVGD step, in the particles' shapes."""
+    points, gradients = list(flatten(particles)), scores(particles, log_density, batch)
+    kernel, directions = make(points), []
     for y in points:
         total = torch.zeros_like(y)
         for point, gradient in zip(points, gradients, strict=True):
             x = point.clone().requires_grad_()
-            value = kernel(x, y)
+            value = kernel((x - y).square().sum())
             (repulsion,) = torch.autograd.grad(value, x)
             total += value.detach() * gradient + repulsion
         directions.append(total / len(points))
-    return directions
-
-
-def direction(
-    particles: Mapping[str, Tensor],
-    log_density: LogDensity,
-    batch: object,
-    make_kernel: Callable[[list[Tensor]], PointKernel] = rbf_of,
-) -> dict[str, Tensor]:
-    """The direction of one SVGD step, in the particles' shapes."""
-    points = flatten(particles)
-    return unflatten(phi(points, scores(particles, log_density, batch), make_kernel(points)), particles)
+    return unflatten(torch.stack(directions), particles)

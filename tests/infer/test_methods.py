@@ -59,11 +59,11 @@ def test_a_wrong_number_of_particles_is_refused(name: str, n: int, said: str) ->
 
 def test_particles_that_are_not_alike_cannot_be_stacked() -> None:
     one = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
-    with pytest.raises(ShapeError, match=r"Particles 1 and 0 .* only one of them has \['b', 'c'\]"):
+    with pytest.raises(ShapeError, match=r"'b' is None in particle 1 and \(\(2,\), torch.float32\) in particle 0"):
         stack([one, {"w": torch.zeros(2, 3), "c": torch.zeros(2)}])
-    with pytest.raises(ShapeError, match=r"(?s)'w' is \(3, 2\).*in particle 2 and \(2, 3\).*same ranks"):
+    with pytest.raises(ShapeError, match=r"'w' is \(\(3, 2\).*in particle 2 and \(\(2, 3\).*same ranks"):
         stack([one, one, {"w": torch.zeros(3, 2), "b": torch.zeros(2)}])
-    with pytest.raises(ShapeError, match=r"'b' is \(2,\) torch\.float64 .* torch\.float32"):
+    with pytest.raises(ShapeError, match=r"'b' is .* torch\.float64\) .* torch\.float32\)"):
         stack([one, {"w": torch.zeros(2, 3), "b": torch.zeros(2, dtype=F64)}])
     single = [{"w": torch.randn(2, 3, requires_grad=True)} for _ in range(4)]
     stacked = stack(single)["w"]
@@ -172,16 +172,6 @@ def test_a_step_of_sgld_is_the_printed_formula() -> None:
     steps = step / (3 * scale * start.abs())  # after one step, its gradient is the whole memory
     expected = start - 3 * steps * start + (2 * steps * temperature).sqrt() * noise
     torch.testing.assert_close(preconditioned.particles["x"].detach(), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_sgld_at_temperature_zero_is_gradient_ascent() -> None:
-    start = points(3)
-    cold = build("sgld", cone, start, lr=0.05, temperature=0.0)
-    ascent = build("ensemble", cone, start)
-    for _ in range(5):
-        cold.step(None)
-        ascent.step(None)
-    assert_same(cold, ascent)
 
 
 def test_noise_depends_on_the_seed_alone_and_is_never_repeated() -> None:

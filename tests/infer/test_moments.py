@@ -17,10 +17,6 @@ F64 = torch.float64
 LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
 
 
-def adam(lr: float) -> Callable[[Sequence[Tensor]], torch.optim.Optimizer]:
-    return lambda tensors: torch.optim.Adam(tensors, lr=lr)
-
-
 def momentum(tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=1.0, momentum=0.9)
 
@@ -60,13 +56,7 @@ def assert_within(found: Tensor, expected: Tensor, share: float) -> None:
 @pytest.mark.parametrize("kernel", [rbf, imq])
 def test_svgd_finds_mean_and_covariance_of_a_gaussian(kernel: Kernel) -> None:
     mean, covariance = torch.tensor([2.0, -1.0], dtype=F64), torch.tensor([[2.0, 0.9], [0.9, 1.0]], dtype=F64)
-    method = SVGD(
-        value_and_grad(normal(mean, covariance)),
-        {"x": torch.randn(150, 2, dtype=F64)},
-        adam(0.1),
-        kernel=kernel,
-        times_n=False,
-    )
+    method = svgd(normal(mean, covariance), {"x": torch.randn(150, 2, dtype=F64)}, torch.optim.Adam, kernel=kernel)
     x = settle(method, [(300, 0.1), (100, 0.02)])
     assert_within(x.mean(0), mean, 0.1)
     assert_within(torch.cov(x.T), covariance, 0.1)

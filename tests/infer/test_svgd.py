@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import svgd_reference as slow
 import torch
-from infer_kit import bowl
+from infer_kit import batches_of, bowl, build, density
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayestrain.infer import SVGD, Kernel, imq, rbf, stack, value_and_grad
+from bayestrain.infer import SVGD, Kernel, imq, rbf, stack
 from bayestrain.infer.svgd import BLOCK
 
 F64 = torch.float64
 
 
-def batch_of(size: int = 7) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 3, dtype=F64), torch.randn(size, 2, dtype=F64)
-
-
-def start(n: int) -> dict[str, Tensor]:
-    """Particles of a matrix, a vector and a number each."""
-    shapes = {"weight": (n, 3, 2), "bias": (n, 2), "log_scale": (n,)}
-    return {name: torch.randn(shape, dtype=F64) for name, shape in shapes.items()}
-
-
-def log_density(p: dict[str, Tensor], batch: Any) -> Tensor:
-    """A linear regression with unknown noise, and a prior that is not Gaussian."""
-    x, y = batch
-    mean: Tensor = x @ p["weight"] + p["bias"][:, None]
-    noise = p["log_scale"][:, None, None]
-    likelihood: Tensor = -0.5 * ((y - mean) * torch.exp(-noise)) ** 2 - noise
-    prior = torch.cos(p["weight"]).sum((1, 2)) - 0.1 * p["bias"].pow(4).sum(1) - p["log_scale"].square()
-    return likelihood.sum((1, 2)) + prior
-
-
-def sgd(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda named: torch.optim.SGD(named, lr=lr)
-
-
 def svgd(density: Any, particles: dict[str, Tensor], lr: float, **options: Any) -> SVGD:
     """As it is printed: phi is a mean over the particles."""
-    return SVGD(value_and_grad(density), particles, sgd(lr), **{"times_n": False, **options})
+    return build("svgd", density, particles, lambda named: torch.optim.SGD(named, lr=lr), times_n=False, **options)
 
 
 def own_kernel(d2: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,18 +27,10 @@ def own_kernel(d2: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(-d2 / 8) + 0.5 / (1 + d2), -torch.exp(-d2 / 8) / 8 - 0.5 / (1 + d2) ** 2
 
 
-def own_kernel_of(points: list[Tensor]) -> slow.PointKernel:  # noqa: ARG001
-    def value(x: Tensor, y: Tensor) -> Tensor:
-        d2 = (x - y).square().sum()
-        return torch.exp(-d2 / 8) + 0.5 / (1 + d2)
-
-    return value
-
-
-KERNELS: dict[str, tuple[Kernel, Callable[[list[Tensor]], slow.PointKernel]]] = {
+KERNELS: dict[str, tuple[Kernel, slow.MakeKernel]] = {
     "rbf": (rbf, slow.rbf_of),
     "imq": (imq, slow.imq_of),
-    "own": (own_kernel, own_kernel_of),
+    "own": (own_kernel, lambda _: lambda d2: own_kernel(d2)[0]),
 }
 
 
@@ -71,12 +38,11 @@ KERNELS: dict[str, tuple[Kernel, Callable[[list[Tensor]], slow.PointKernel]]] = 
 @pytest.mark.parametrize("n", [2, 3, 9])
 def test_ten_steps_are_ten_steps_of_the_double_loop(n: int, name: str) -> None:
     kernel, make_kernel = KERNELS[name]
-    expected = start(n)
-    method = svgd(log_density, expected, 0.05, kernel=kernel, scale=0.3)
-    for _ in range(10):
-        batch = batch_of()
+    expected = {"w": torch.randn(n, 3, 2, dtype=F64), "b": torch.randn(n, dtype=F64)}
+    method = svgd(density, expected, 0.05, kernel=kernel, scale=0.3)
+    for batch in batches_of(10):
         method.step(batch)
-        moved = slow.direction(expected, log_density, batch, make_kernel)
+        moved = slow.direction(expected, density, batch, make_kernel)
         expected = {key: tensor + 0.05 * 0.3 * moved[key] for key, tensor in expected.items()}
     for key, tensor in method.particles.items():
         torch.testing.assert_close(tensor.detach(), expected[key], rtol=1e-10, atol=1e-10)

@@ -14,7 +14,7 @@ from torch.distributions import Gamma, Normal
 from bayestrain.formats import Format, TensorTrain
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
-from bayestrain.prior import RankPrior, density
+from bayestrain.prior import RankPrior
 
 A, B, OTHER = 1.7, 5.0, 30.0
 
@@ -26,7 +26,6 @@ EXAMPLES = {
     "ring": "rax, xby, ycr -> abc",
     "CP": "ar, br, cr -> abc",
     "weighted CP": "ar, br, r -> ab",
-    "Tucker": "xyz, ax, by, cz -> abc",
     "Tucker-2": "axy, bx, cy -> abc",
     "star": "wxyz, aw, bx, cy, dz -> abcd",
     "block term": "axs, bys, czs, xyzs -> abc",
@@ -86,20 +85,6 @@ def slow_log_prob(
     for own in us:
         total = total + Gamma(*torch.tensor([a, b], dtype=torch.float64)).log_prob(own.exp()).sum()
     return total
-
-
-def log_prob(
-    equation: Equation,
-    cores: Sequence[Tensor],
-    us: Sequence[Tensor],
-    a: float = 1.0,
-    b: float = B,
-    start: tuple[int, ...] | None = None,
-    other: float = 100.0,
-) -> Tensor:
-    """The prior's density, with the linear terms counted at the ranks `start`."""
-    linear = density.linear_terms(equation, tuple(core.shape for core in cores), start, a)
-    return density.log_prob(equation, cores, us, linear, a, b, other)
 
 
 class Written(Format):

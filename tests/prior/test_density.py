@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from prior_kit import CLOSE, EQUATIONS, OTHER, A, B, log_prob, random_network, slow_log_prob
+from prior_kit import CLOSE, EQUATIONS, OTHER, A, B, random_network, slow_log_prob
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from bayestrain.formats import algebra
 from bayestrain.formats.equation import Equation
 from bayestrain.prior import density
+from bayestrain.prior.density import log_prob
 
 networks = pytest.mark.parametrize("equation", EQUATIONS.values(), ids=EQUATIONS.keys())
 
@@ -33,7 +34,7 @@ def value(u: Tensor, linear: float, falling: dict[float, Tensor], b: float = B) 
 @networks
 def test_log_prob_is_torch_distributions_entry_by_entry(equation: Equation) -> None:
     cores, us = random_network(equation)
-    found = log_prob(equation, cores, us, A, B, other=OTHER)
+    found = log_prob(equation, cores, us, A, B, other_variance=OTHER)
     torch.testing.assert_close(found, slow_log_prob(equation, cores, us), rtol=1e-12, atol=1e-9)
 
 
@@ -129,13 +130,12 @@ def test_sweeps_end_where_no_gradient_is_left(equation: Equation) -> None:
         assert own.shape == u.shape
 
 
-def test_sweeps_start_with_bonds_that_do_not_see_each_other() -> None:
-    assert density.update_order(Equation.parse("av, vbw, wcx, xdy, ye -> abcde")) == (0, 2, 1, 3)
-    assert density.update_order(EQUATIONS["star"]) == (0, 1, 2, 3)
-    assert density.update_order(EQUATIONS["ring"]) == (0, 1, 2)
-    assert density.update_order(EQUATIONS["a single core"]) == ()
-    for equation in EQUATIONS.values():
-        assert sorted(density.update_order(equation)) == list(range(len(equation.bonds)))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("av, vbw, wcx, xdy, ye -> abcde", (0, 1, 0, 1)), ("xyz, ax, by, cz -> abc", (0, 1, 2)), ("ab -> ab", ())],
+)
+def test_bonds_of_one_colour_share_no_core(text: str, expected: tuple[int, ...]) -> None:
+    assert density.colours(Equation.parse(text)) == expected
 
 
 def test_floor_is_relative_to_the_bonds_largest_entry() -> None:

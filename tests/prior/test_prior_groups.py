@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
-from prior_kit import CLOSE, HELD, Mixed, layers, log_prob, mixed
+from prior_kit import CLOSE, HELD, Mixed, layers, mixed
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.func import functional_call, vmap
@@ -16,7 +15,8 @@ from torch.func import functional_call, vmap
 from bayestrain.formats import algebra
 from bayestrain.nn import FactorizedWeight, TensorLinear
 from bayestrain.prior import RankPrior, density
-from bayestrain.prior.rank_prior import ALIGN_SWEEPS, RATE
+from bayestrain.prior.density import log_prob
+from bayestrain.prior.rank_prior import ALIGN_SWEEPS, UPDATES
 
 # --- weight by weight -------------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def slow_log_prob(model: nn.Module, prior: RankPrior) -> Tensor:
         cores |= {id(core) for core in weight.cores}
         if name != "still":
             us = state.log_lambdas
-            total = total + log_prob(weight.equation, list(weight.cores), us, prior.a, prior.b, state.start)
+            total = total + log_prob(weight.equation, list(weight.cores), us, state.a, state.b, state.start)
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) not in cores:
             deviation = torch.full((), math.sqrt(prior.variance), dtype=torch.float64)
@@ -37,11 +37,9 @@ def slow_log_prob(model: nn.Module, prior: RankPrior) -> Tensor:
 
 
 @torch.no_grad()
-def slow_step(model: nn.Module, prior: RankPrior, align: bool = False) -> None:
+def slow_step(model: nn.Module, move: density.Move = density.newton_step, align: bool = False) -> None:
     """Every layer for itself: its scale, its alignment with some sweeps of Newton steps, then its lambda."""
     behind = {"conv": model.bn, "deep": model.deep_bn, "loop": model.loop_norm}
-    newton = partial(density.newton_step, b=prior.b)
-    move = newton if prior.update == "newton" else partial(density.gradient_step, b=prior.b, rate=RATE)
     for name, layer in layers(model).items():
         if name == "still":
             continue
@@ -59,15 +57,16 @@ def slow_step(model: nn.Module, prior: RankPrior, align: bool = False) -> None:
                 behind[name].running_var *= factor**2
         if align:
             weight.set_cores(weight.format.align(weight.equation, list(weight.cores)))
-            slow_sweep(weight, prior, newton, ALIGN_SWEEPS)
-        slow_sweep(weight, prior, move, 1)
+            slow_sweep(weight, density.newton_step, ALIGN_SWEEPS)
+        slow_sweep(weight, move, 1)
 
 
-def slow_sweep(weight: FactorizedWeight, prior: RankPrior, move: density.Move, sweeps: int) -> None:
+def slow_sweep(weight: FactorizedWeight, move: density.Move, sweeps: int) -> None:
     cores, state = list(weight.cores), weight.rank_state
-    linear = density.linear_terms(weight.equation, tuple(core.shape for core in cores), state.start, prior.a)
-    moved = density.sweep(weight.equation, cores, state.log_lambdas, linear, move, prior.floor, sweeps)
-    for u, new in zip(state.log_lambdas, moved, strict=True):
+    args = state.a, state.b, state.floor, state.start, sweeps, move
+    for u, new in zip(
+        state.log_lambdas, density.conditional_mode(weight.equation, cores, state.log_lambdas, *args), strict=True
+    ):
         u.copy_(new)
 
 
@@ -117,7 +116,7 @@ def test_steps_are_those_of_the_weights_one_by_one(update: str) -> None:
     slow, before = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(5):
         prior.step()
-        slow_step(slow, prior)
+        slow_step(slow, UPDATES[update])
         assert_same(model, slow)
     for (name, value), old in zip(model.still.state_dict().items(), before.still.state_dict().values(), strict=True):
         assert torch.equal(value, old), f"{name} is frozen"
@@ -130,7 +129,7 @@ def test_alignments_are_those_of_the_weights_one_by_one_and_change_no_weight() -
     slow, before = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(2):
         prior.step()
-        slow_step(slow, prior, align=True)
+        slow_step(slow, align=True)
         assert_same(model, slow, tolerance=1e-8)
     for name in ("two", "cp"):
         own, old = model.get_submodule(name), before.get_submodule(name)
@@ -147,7 +146,7 @@ def test_a_weight_that_is_not_finite_does_not_touch_the_others(align: bool) -> N
         model.two.cores[1][0] = math.inf
     broken = copy.deepcopy(model.two)
     prior.step()
-    slow_step(slow, prior, align)
+    slow_step(slow, align=align)
     for name in ("conv", "loop", "cp", "still"):
         assert_same(model.get_submodule(name), slow.get_submodule(name), 1e-8)
     assert all(map(torch.equal, model.two.cores, broken.cores))
@@ -167,7 +166,7 @@ def test_cuts_other_precision_and_loading_are_followed() -> None:
         torch.testing.assert_close(prior.log_prob(), slow_log_prob(model, prior).to(prior.log_prob()), **tolerance)
         slow = copy.deepcopy(model)
         prior.step()
-        slow_step(slow, prior)
+        slow_step(slow)
         assert_same(model, slow, tolerance["rtol"])
         prior.loss().backward()
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from prior_kit import layer, log_prob
+from prior_kit import layer
 from torch import Tensor, nn
 from torch.distributions import Normal
 
@@ -16,6 +16,7 @@ from bayestrain.errors import BayesTrainError, DecayWarning
 from bayestrain.formats import algebra
 from bayestrain.nn import TensorLinear
 from bayestrain.prior import NormalPrior, RankPrior, check_weight_decay, density
+from bayestrain.prior.density import log_prob
 
 
 def small_model() -> nn.Sequential:
@@ -217,8 +218,8 @@ def test_a_normal_prior_is_used_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_data": 0}, "num_data must be the number of training data, at least 1, got 0"),
-        ({"num_data": 2.5}, "num_data must be the number of training data, at least 1, got 2.5"),
+        ({"num_data": 0}, "num_data must be the number of training data, such as len.* at least 1, got 0"),
+        ({"num_data": 2.5}, "num_data must be .* at least 1, got 2.5"),
         ({"num_data": 10, "weight": -1.0}, "weight cannot be negative, got -1.0"),
         ({"num_data": 10, "weight": math.nan}, "weight cannot be negative, got nan"),
         ({"num_data": 10, "warmup_steps": -1}, "warmup_steps cannot be negative, got -1"),

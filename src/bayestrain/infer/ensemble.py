@@ -1,15 +1,18 @@
-"""Deep ensembles (Lakshminarayanan et al. 2017): independent particles, each climbing its own log density.
-
-::
-
-    theta_k += lr * grad log p(theta_k)
-"""
+"""Plain ascent: one particle finds the maximum a posteriori, several are a deep ensemble (Lakshminarayanan 2017)."""
 
 from bayestrain.infer.method import Method
 
 
+class MAP(Method):
+    """A single point that climbs the log density; arguments as for `Method`."""
+
+    name = "map"
+    most = 1
+    advice = "Use Ensemble for several."
+
+
 class Ensemble(Method):
-    """Particles that do not interact; arguments as for `Method`."""
+    """Particles that do not interact, each climbing the log density; arguments as for `Method`."""
 
     name = "ensemble"
     fewest = 2

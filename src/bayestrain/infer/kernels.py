@@ -1,4 +1,4 @@
-"""Kernels between particles as functions of squared distances; every matrix here is ``(n, n)``.
+"""Kernels between particles as functions of squared distances, and what those tell; every matrix is ``(n, n)``.
 
 A kernel is any callable that maps the squared distances ``d2`` to ``(K, dK/d(d2))``. That is all SVGD needs, because
 the gradient of a radial kernel is ``grad_x K(x, y) = 2 * dK/d(d2) * (x - y)``. A particle that must not count has
@@ -7,18 +7,26 @@ infinite distances, where a kernel and its slope are zero.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bayestrain.errors import ConfigError
+from bayestrain.infer.particles import Particles, count, flatten
+
 Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def squared_distances(rows: Tensor, alive: Tensor) -> Tensor:
-    """Squared distances of all pairs of rows ``(n, D)``, which are centred; infinite for rows that are not `alive`."""
+def squared_distances_(rows: Tensor, alive: Tensor) -> Tensor:
+    """Squared distances of all pairs of rows ``(n, D)``, which are centred in place; infinite for rows not `alive`.
+
+    Without their mean, small differences of particles far from the origin are not rounded away. Dead rows become zero.
+    """
+    rows.masked_fill_(~alive[:, None], 0.0)
+    rows.sub_(rows.sum(0) / alive.sum().clamp_min(1)).masked_fill_(~alive[:, None], 0.0)
     gram = rows @ rows.mT
-    norms = gram.diagonal()
-    lengths = norms[:, None] + norms
+    lengths = gram.diagonal()[:, None] + gram.diagonal()
     distances = lengths - 2 * gram
     rounding = 8 * torch.finfo(distances.dtype).eps * lengths  # two copies of one point differ by no more than this
     distances = torch.where(distances < rounding, 0.0, distances).fill_diagonal_(0.0)
@@ -28,15 +36,13 @@ def squared_distances(rows: Tensor, alive: Tensor) -> Tensor:
 def median_bandwidth(d2: Tensor) -> Tensor:
     """``median(d2) / log n`` over pairs of different particles (Liu & Wang 2016, section 3.2).
 
-    Self-distances are left out: they are zero by definition and would pull the median of a few particles down. So are
-    infinite distances. Where most pairs coincide, the median is taken over the pairs that do not.
+    Self-distances, zero by definition, would pull the median of a few particles down. Where most pairs coincide, the
+    median is taken over the pairs that do not.
     """
-    n = d2.shape[0]
-    row, column = torch.triu_indices(n, n, offset=1, device=d2.device)
-    pairs = torch.where(d2.isfinite(), d2, math.nan)[row, column]
-    median, apart = pairs.nanmedian(), torch.where(pairs > 0, pairs, math.nan).nanmedian()
+    pairs = torch.where(d2.isfinite(), d2, math.nan)
+    living = pairs.diagonal().isfinite().sum().clamp_min(2)
+    median, apart = pairs.fill_diagonal_(math.nan).nanmedian(), torch.where(pairs > 0, pairs, math.nan).nanmedian()
     median = torch.where(median > 0, median, apart).nan_to_num(1.0)  # if all coincide, any bandwidth will do
-    living = d2.diagonal().isfinite().sum().clamp_min(2)
     return (median / living.to(d2.dtype).log()).clamp_min(1e-30)
 
 
@@ -52,3 +58,48 @@ def imq(d2: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor]:
     h = median_bandwidth(d2) if bandwidth is None else bandwidth
     kernel = (1 + d2 / h).rsqrt()
     return kernel, -0.5 * kernel**3 / h
+
+
+# --- diagnostics ------------------------------------------------------------------------------------------------------
+
+
+DISTINCT = 0.1
+"""Particles count as different when their distance is at least this fraction of their length."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """How the particles lie relative to each other.
+
+    Attributes:
+        bandwidth: of the median rule, in squared distance.
+        kernel_mass: mean kernel value of two different particles. Near 0 no particle influences another (SVGD is then
+            an ensemble), near 1 all coincide.
+        spread: median distance of two particles, relative to their length.
+        effective_particles: how many are really different, between 1 and n:
+            ``n^2 / sum_ij exp(-d2_ij / (0.1 length)^2)``. Unlike the kernel it does not adapt to how close they are.
+    """
+
+    bandwidth: float
+    kernel_mass: float
+    spread: float
+    effective_particles: float
+
+
+@torch.no_grad()
+def diagnose(particles: Particles) -> Diagnostics:
+    """Compute the diagnostics of at least two particles; those that are not finite are left out."""
+    if (n := count(particles)) < 2:
+        raise ConfigError(f"Particles are compared with each other, so there must be at least 2, got {n}.")
+    theta = flatten(particles)
+    theta = theta[theta.isfinite().all(1)]
+    n, alive = len(theta), theta.new_ones(len(theta), dtype=torch.bool)
+    length2 = theta.square().sum(1).mean().clamp_min(1e-30)
+    d2 = squared_distances_(theta, alive)
+    pairs = d2[alive.expand(n, n).triu(1)]
+    return Diagnostics(
+        bandwidth=float(median_bandwidth(d2)),
+        kernel_mass=float((rbf(d2)[0].sum() - n) / max(n * (n - 1), 1)),
+        spread=float((pairs.nanmedian() / length2).sqrt()),
+        effective_particles=n**2 / max(float(torch.exp(-d2 / (DISTINCT**2 * length2)).sum()), 1.0),
+    )

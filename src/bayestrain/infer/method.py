@@ -3,17 +3,13 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError
 from bayestrain.infer.particles import Particles, count, flatten, unflatten
-
-LogDensity = Callable[[dict[str, Tensor], Any], Tensor]
-"""``log_density(particles, batch) -> (n,)``: one differentiable log density per particle, up to a constant."""
 
 Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 """``gradients(particles, batch) -> (log densities (n,), {name: gradient (n, ...)})``, see `value_and_grad`."""
@@ -25,8 +21,8 @@ LOOK_EVERY = 50
 """Steps between checks for broken particles on a device where reading a value would stall the queue."""
 
 
-def value_and_grad(log_density: LogDensity) -> Gradients:
-    """Return the function that computes a log density of particles and its gradients."""
+def value_and_grad(log_density: Callable[[dict[str, Tensor], Any], Tensor]) -> Gradients:
+    """Return the function that computes a log density ``(particles, batch) -> (n,)`` and its gradients."""
 
     def gradients(particles: Particles, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         n, leaves = count(particles), {name: t.detach().requires_grad_() for name, t in particles.items()}
@@ -42,8 +38,7 @@ def value_and_grad(log_density: LogDensity) -> Gradients:
     return gradients
 
 
-@dataclass(frozen=True)
-class StepInfo:
+class StepInfo(NamedTuple):
     """Per particle, before it moved: its log density, and whether its density, gradient and weights are finite."""
 
     log_density: Tensor
@@ -58,7 +53,7 @@ class Method:
 
     Args:
         gradients: computes log densities and gradients for particles and a batch: ``value_and_grad(log_density)``.
-        particles: where they start, ``{name: (n, ...)}``; copied.
+        particles: where they start; copied.
         optimizer: makes the optimiser from named tensors.
         scale: factor on the direction. With ``1 / number of data``, learning rates are those of mean losses.
         clip: largest norm of a particle's scaled direction; None does not clip.
@@ -80,19 +75,17 @@ class Method:
         scale: float = 1.0,
         clip: float | None = None,
     ) -> None:
-        n = count(particles)
-        self.check_number(n)
+        self.check_number(count(particles))
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip must be positive, got {clip}. Use None not to clip.")
         self.gradients, self.scale, self.clip, self.steps = gradients, scale, clip, 0
-        self.particles = {
-            name: tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-            for name, tensor in particles.items()
-        }
+        own = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in particles.items()}
+        self.particles = {name: tensor.requires_grad_() for name, tensor in own.items()}
         self.optimizer = optimizer(list(self.particles.items()))
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its loss several times per step, which particles do not. Use Adam.")
-        self.broken = torch.zeros(n, dtype=torch.int64, device=next(iter(self.particles.values())).device)
+        first = next(iter(own.values()))
+        self.broken = torch.zeros(len(first), dtype=torch.int64, device=first.device)
         """How many steps in a row each particle was not finite."""
         self._warned: set[int] = set()
 
@@ -107,12 +100,9 @@ class Method:
         return len(self.broken)
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the direction of motion; the matrices may be changed in place.
+        """Return the direction of motion ``(n, D)``; the matrices may be changed in place.
 
-        Args:
-            theta: the particles as rows ``(n, D)``.
-            gradients: of the log density, likewise.
-            alive: ``(n,)``; gradients of particles that are not alive are zero.
+        The particles `theta` and their `gradients` are rows ``(n, D)``; those not `alive` have gradients of zero.
         """
         return gradients
 
@@ -126,14 +116,14 @@ class Method:
         """Do the work of `step` without reading a value, so that it can be captured in a CUDA graph."""
         values, gradients = self.gradients(self.particles, batch)
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            theta, rows = flatten(self.particles), flatten(gradients)  # (n, D) each
+            theta, rows = flatten(self.particles), flatten(gradients)
             del gradients
             # A norm is finite only if all numbers in it are, and needs no second matrix, as isfinite would.
-            alive = values.isfinite() & _norms(rows).isfinite() & _norms(theta).isfinite()
+            alive = values.isfinite() & rows.norm(dim=1).isfinite() & theta.norm(dim=1).isfinite()
             move = self.direction(theta, rows.masked_fill_(~alive[:, None], 0.0), alive)
             move.mul_(-self.scale)  # optimisers descend
             if self.clip is not None:
-                move.mul_((self.clip / _norms(move).clamp_min(1e-30)).clamp_max(1.0)[:, None])
+                move.mul_((self.clip / move.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0))
             for name, part in unflatten(move, self.particles).items():
                 self.particles[name].grad = part.contiguous()
             self.broken.add_(1).masked_fill_(alive, 0)
@@ -149,8 +139,8 @@ class Method:
         broken = self.broken.nonzero().flatten().tolist()
         if len(broken) == len(self):
             raise TrainingError(
-                "No particle has a finite log density and gradient. Try a smaller learning rate, and look for a log of "
-                "zero or a division by zero in the model or the likelihood."
+                "No particle has a finite log density and gradient. Try a smaller learning rate, and look for a "
+                "logarithm of zero or a division by zero."
             )
         for i in set(broken) - self._warned:
             self._warned.add(i)
@@ -170,9 +160,9 @@ class Method:
             state = self.optimizer.state.get(tensor, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and len(value) == before:
-                    state[key] = value.index_select(0, chosen)
-            tensor.data = tensor.detach().index_select(0, chosen)
-        self.broken, self._warned = self.broken.index_select(0, chosen), set()
+                    state[key] = value[chosen]
+            tensor.data = tensor.detach()[chosen]
+        self.broken, self._warned = self.broken[chosen], set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next step depends on."""
@@ -186,20 +176,12 @@ class Method:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless `load_state_dict` would succeed."""
-        if missing := sorted(self.state_dict().keys() - state.keys()):
+        own = self.state_dict()
+        if missing := sorted(own.keys() - state.keys()):
             raise ConfigError(f"This is no state of an inference method: {missing} is missing. Pass a state_dict().")
-        if state["method"] != self.name:
-            raise ConfigError(f"This is a state of {state['method']!r} and cannot be resumed by {self.name!r}.")
-        if state["particles"].keys() != self.particles.keys():
-            raise ShapeError("The saved particles do not have the names of those here.")
-        if {len(state["broken"]), count(state["particles"])} != {len(self)}:
-            raise ShapeError(f"The saved state has {len(state['broken'])} particles, this one {len(self)}.")
-        form = [
-            [(len(group["params"]), group.keys() - {"param_names"}) for group in groups]
-            for groups in (self.optimizer.param_groups, state["optimizer"]["param_groups"])
-        ]
-        if form[0] != form[1]:
-            raise ConfigError("The saved optimiser differs in kind or parameter groups from this one. Make the same.")
+        for what, here, saved in zip(FORM, _form(own), _form(state), strict=True):
+            if here != saved:
+                raise ConfigError(f"The {what} must agree, but the saved state has {saved}, this method {here}.")
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,9 +194,14 @@ class Method:
         self.broken.copy_(state["broken"])
 
 
-def _norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms
+FORM = ("method", "names of tensors", "number of particles", "parameter groups of the optimiser")
+
+
+def _form(state: Mapping[str, Any]) -> tuple[object, ...]:
+    """What must agree in two states, see `FORM`."""
+    particles, groups = state["particles"], state["optimizer"]["param_groups"]
+    settings = [(len(group["params"]), sorted(group.keys() - {"param_names"})) for group in groups]
+    return state["method"], sorted(particles), {count(particles), len(state["broken"])}, settings
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

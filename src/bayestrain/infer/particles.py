@@ -14,27 +14,23 @@ Particles = Mapping[str, Tensor]
 
 def stack(points: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Stack single points, which must agree in names, shapes and dtypes, into particles."""
-    for i, point in enumerate(points):
-        if point.keys() != points[0].keys():
-            differing = sorted(set(point) ^ set(points[0]))
-            raise ShapeError(f"Particles {i} and 0 must have the same tensors, but only one of them has {differing}.")
-        for name, tensor in point.items():
-            first = points[0][name]
-            if tensor.shape != first.shape or tensor.dtype != first.dtype:
-                raise ShapeError(
-                    f"All particles must have the same shapes, but {name!r} is {tuple(tensor.shape)} {tensor.dtype} in "
-                    f"particle {i} and {tuple(first.shape)} {first.dtype} in particle 0. Build all networks with the "
-                    "same code and the same ranks."
-                )
-    return {name: torch.stack([point[name].detach() for point in points]) for name in points[0]}
+    first, *others = [{name: (tuple(t.shape), t.dtype) for name, t in point.items()} for point in points]
+    for i, other in enumerate(others, 1):
+        if differing := sorted(first.items() ^ other.items(), key=str):
+            name, _ = differing[0]
+            raise ShapeError(
+                f"All particles must have the same tensors, but {name!r} is {other.get(name)} in particle {i} and "
+                f"{first.get(name)} in particle 0. Build all networks with the same code and the same ranks."
+            )
+    return {name: torch.stack([point[name].detach() for point in points]) for name in first}
 
 
 def count(particles: Particles) -> int:
     """Return the number of particles, which must be the same in every tensor."""
     sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in particles.items()}
-    if len(set(sizes.values())) != 1:
+    if len(distinct := set(sizes.values())) != 1:
         raise ShapeError(f"Every tensor must hold the same number of particles in its first dimension, got {sizes}.")
-    return next(iter(sizes.values()))
+    return distinct.pop()
 
 
 def flatten(particles: Particles) -> Tensor:
@@ -48,13 +44,3 @@ def unflatten(rows: Tensor, like: Particles) -> dict[str, Tensor]:
     parts = rows.split([tensor[0].numel() for tensor in like.values()], dim=1)
     named = zip(like.items(), parts, strict=True)
     return {name: part.reshape(tensor.shape).to(tensor.dtype) for (name, tensor), part in named}
-
-
-def centre_(rows: Tensor, alive: Tensor) -> Tensor:
-    """Subtract the mean of the rows that are alive, in place; all other rows become zero.
-
-    Differences do not change, but small differences of particles far from the origin are no longer rounded away.
-    """
-    dead = ~alive[:, None]
-    rows.masked_fill_(dead, 0.0)
-    return rows.sub_(rows.sum(0) / alive.sum().clamp_min(1)).masked_fill_(dead, 0.0)

@@ -4,9 +4,8 @@
 
     theta += lr * grad log p(theta) + sqrt(2 * lr * temperature) * noise          (lr is half of the paper's epsilon)
 
-Every particle is a Markov chain of its own, and its last state is kept. Gradients of networks differ widely in size, so
-the step may be preconditioned by their running size as in RMSprop (Li et al. 2016, without the term with the
-preconditioner's derivative, as they recommend).
+Every particle is a Markov chain of its own, and its last state is kept. The step may be preconditioned by the running
+size of the gradients as in RMSprop (Li et al. 2016, without the preconditioner's derivative, as they recommend).
 """
 
 from functools import partial
@@ -44,16 +43,14 @@ class SGLD(Method):
         memory: float = 0.0,
         seed: int = 0,
         scale: float = 1.0,
-        clip: float | None = None,
+        **options: Any,
     ) -> None:
         if not (lr > 0 and temperature >= 0 and 0 <= memory < 1):
-            raise ConfigError(
-                "lr must be positive, temperature at least 0 and memory in [0, 1), "
-                f"got lr={lr}, temperature={temperature}, memory={memory}."
-            )
+            got = f"got lr={lr}, temperature={temperature}, memory={memory}"
+            raise ConfigError(f"lr must be positive, temperature at least 0 and memory in [0, 1), {got}.")
         noise = temperature * scale  # because the gradients are scaled
         make = partial(Langevin, lr=lr, temperature=noise, memory=memory, seed=seed, step=0)
-        super().__init__(gradients, particles, make, scale=scale, clip=clip)
+        super().__init__(gradients, particles, make, scale=scale, **options)
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
         self.optimizer.alive = alive
@@ -61,21 +58,18 @@ class SGLD(Method):
 
 
 class Langevin(torch.optim.Optimizer):
-    """Gradient descent with noise, for tensors of stacked particles.
+    """Gradient descent with noise for the particles that are `alive`; its state is sliced when ranks are cut.
 
-    As an optimiser it has a state for every tensor, which is sliced along when ranks are cut. The noise of a step
-    follows from the seed and the number of the step, so that a saved state resumes with the same noise.
+    The noise follows from the seed and the number of the step, so that a saved state resumes with the same noise.
     """
 
     alive: Tensor
-    """The particles that receive noise."""
 
     def __init__(self, named: list[tuple[str, Tensor]], **settings: float) -> None:
         super().__init__(named, settings)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Move along the gradients and add noise."""
         for group in self.param_groups:
             lr, memory = group["lr"], group["memory"]
             generator = torch.Generator(self.alive.device).manual_seed(group["seed"] * 1_000_003 + group["step"])

@@ -1,7 +1,7 @@
 """Stein variational gradient descent (Liu & Wang 2016): particles that move until they lie like draws from a density.
 
-Each particle climbs the log density, driven by the gradients of the particles near it, and is repelled by them, which
-keeps all of them from ending on one peak (eq. 8)::
+Each particle is driven by the gradients of the particles near it, and repelled by them, so that not all of them end on
+one peak (eq. 8)::
 
     phi(theta_k) = 1/n sum_i [ K(theta_i, theta_k) grad log p(theta_i)  +  grad_{theta_i} K(theta_i, theta_k) ]
                                               drive                                   repulsion
@@ -18,23 +18,20 @@ from typing import Any
 
 from torch import Tensor
 
-from bayestrain.infer.kernels import Kernel, rbf, squared_distances
+from bayestrain.infer.kernels import Kernel, rbf, squared_distances_
 from bayestrain.infer.method import Gradients, MakeOptimizer, Method
-from bayestrain.infer.particles import Particles, centre_
+from bayestrain.infer.particles import Particles
 
 BLOCK = 1 << 16
 """Columns computed at once, which bounds the size of temporary matrices."""
 
 
 class SVGD(Method):
-    """Stein variational gradient descent; arguments as for `Method`, and two more.
-
-    Adam is a good optimiser for it, because the size of phi changes a lot during training.
+    """Stein variational gradient descent; arguments as for `Method`. Adam suits it: the size of phi changes a lot.
 
     Args:
         kernel: a function of squared distances, see `infer.kernels`.
-        times_n: multiply phi by the number of particles, so that learning rates do not depend on n: a particle far from
-            all others moves along its own gradient.
+        times_n: multiply phi by n, so that a particle far from all others moves along its own gradient.
     """
 
     name = "svgd"
@@ -56,11 +53,9 @@ class SVGD(Method):
         self.kernel, self.times_n = kernel, times_n
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:
-        theta = centre_(theta, alive)  # the repulsion depends on differences only
-        K, slope = self.kernel(squared_distances(theta, alive))  # (n, n) each
+        K, slope = self.kernel(squared_distances_(theta, alive))  # (n, n) each; theta is centred
         n = 1 if self.times_n else alive.sum().clamp_min(1)
         for t, g in zip(theta.split(BLOCK, dim=1), gradients.split(BLOCK, dim=1), strict=True):
-            drive = K @ g  # (n, n) @ (n, columns)
-            repulsion = 2 * (slope @ t - slope.sum(1, keepdim=True) * t)
+            drive, repulsion = K @ g, 2 * (slope @ t - slope.sum(1, keepdim=True) * t)
             g.copy_((drive + repulsion) / n)
         return gradients

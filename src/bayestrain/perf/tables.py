@@ -64,16 +64,16 @@ class Tables(Group):
             self._key, self._tables = key, tables
         return tables
 
-    def log_prob(self, a: float, b: float, other_variance: float) -> Tensor:
-        return total([table.log_prob(a, b, other_variance) for table in self.tables()])
+    def log_prob(self, other_variance: float) -> Tensor:
+        return total([table.log_prob(other_variance) for table in self.tables()])
 
     @torch.no_grad()
-    def move_(self, move: Move, a: float, floor: float, sweeps: int = 1) -> None:
+    def move_(self, move: Move, sweeps: int = 1) -> None:
         for table in self.tables():
-            _copy(table.log_lambdas(), table.moved(move, a, floor, sweeps))
+            _copy(table.log_lambdas(), table.moved(move, sweeps))
 
     @torch.no_grad()
-    def align_(self, move: Move, a: float, floor: float, sweeps: int) -> None:
+    def align_(self) -> None:
         weights = [self.weights[name] for name in self.trained]
         trees = [own for own in weights if own.equation.is_tree and type(own.format).align is Format.align]
         turned = dict(zip(trees, align_trees([(own.equation, cores_of(own)) for own in trees]), strict=True))
@@ -83,16 +83,6 @@ class Tables(Group):
             finite = _join(new).isfinite().all()
             for core, turned_core in zip(cores, new, strict=True):
                 core.copy_(torch.where(finite, turned_core, core))
-        for table in self.tables():
-            moved = table.moved(move, a, floor, sweeps).split([len(u) for u in table.log_lambdas()])
-            for (_, row, _), u, new_u in zip(table.bonds, table.log_lambdas(), moved, strict=True):
-                if table.names[row] in self.trained:
-                    u.copy_(new_u)
-
-    @torch.no_grad()
-    def norms(self) -> dict[str, Tensor]:
-        tables = [table for table in self.tables() if table.held]
-        return {name: norm for table in tables for name, norm in zip(table.held, table.norms(), strict=True)}
 
     @torch.no_grad()
     def hold_scale_(self) -> None:
@@ -145,7 +135,7 @@ class Table:
         self.bonds = sorted(
             (colour, row, number)
             for row, equation in enumerate(self.equations)
-            for number, colour in enumerate(colours(equation))
+            for number, colour in enumerate(density.colours(equation))
         )
         """Colour, number of the weight and number in the weight of every bond."""
         self.lambdas, linear, self._first, self._ends = 0, [], dict[tuple[int, int], int](), dict[int, int]()
@@ -245,9 +235,10 @@ class Table:
         terms = torch.cat([u, self.zero]).index_select(0, self.of_slices).view(self.powers.shape)
         return (terms * self.powers).sum(0)
 
-    def log_prob(self, a: float, b: float, other_variance: float) -> Tensor:
+    def log_prob(self, other_variance: float) -> Tensor:
         """The log density of all weights; see `density.log_prob`."""
-        flat, u = _join(self.cores()), _join(self.log_lambdas())
+        state = self.group._state(self.names[0])
+        a, b, flat, u = state.a, state.b, _join(self.cores()), _join(self.log_lambdas())
         variances = self.log_variances(u)
         if self.free_entries:
             variances = variances + self.free * math.log(other_variance)
@@ -258,12 +249,13 @@ class Table:
         found: Tensor = constant - 0.5 * squares - of_lambda
         return found
 
-    def moved(self, move: Move, a: float, floor: float, sweeps: int) -> Tensor:
-        """*u* after so many rounds of one step of every bond on its conditional; see `density.sweep`."""
+    def moved(self, move: Move, sweeps: int) -> Tensor:
+        """*u* after so many rounds of one step of every bond on its conditional; see `density.conditional_mode`."""
+        state = self.group._state(self.names[0])
         flat, u = _join(self.cores()), _join(self.log_lambdas())
         parts = flat.square().index_select(0, self.by_size).split([math.prod(shape) for shape in self.sizes])
         energies = torch.cat([part.view(shape).sum(0) for part, shape in zip(parts, self.sizes, strict=True)])
-        log_energies, linear = (0.5 * energies).log(), self.linear - (a - 1)
+        log_energies, linear = (0.5 * energies).log(), self.linear - (state.a - 1)
         for colour in self.colours * sweeps:
             own = u[colour.start : colour.stop]
             weighed = torch.cat([log_energies - self.log_variances(u), self.nothing])
@@ -271,8 +263,8 @@ class Table:
             for power, slices in colour.terms:  # without what the bond itself gives to the variance
                 terms = weighed.index_select(0, slices.flatten()).view(slices.shape)
                 falling[power] = (terms + power * own[:, None]).exp().sum(1)
-            own = torch.cat([move(own, linear[colour.start : colour.stop], falling), self.nothing])
-            own = density.apply_floor(own.index_select(0, colour.grid.flatten()).view(colour.grid.shape), floor)
+            own = torch.cat([move(own, linear[colour.start : colour.stop], falling, state.b), self.nothing])
+            own = density.apply_floor(own.index_select(0, colour.grid.flatten()).view(colour.grid.shape), state.floor)
             own = own.flatten().index_select(0, colour.cells)
             u = torch.cat([u[: colour.start], own, u[colour.stop :]])
         return u
@@ -298,17 +290,6 @@ class Table:
         _copy(norms, held)
         _copy(scaled, _join(scaled) * factors.index_select(0, self.factor_of))
         _copy(us, _join(us) + share.log().index_select(0, self.held_of_lambda))
-
-
-def colours(equation: Equation) -> list[int]:
-    """The place of every bond in `density.update_order`, counted in runs of which no two bonds share a core."""
-    found, colour, taken = [0] * len(equation.bonds), 0, set[int]()
-    for number in density.update_order(equation):
-        owners = set(equation.owners(equation.bonds[number]))
-        if owners & taken:
-            colour, taken = colour + 1, set()
-        found[number], taken = colour, taken | owners
-    return found
 
 
 def cores_of(weight: FactorizedWeight) -> list[Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,19 +16,19 @@ from bayestrain.nn.fast import fast
 from bayestrain.nn.precision import own_precision
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior import density
-from bayestrain.prior.groups import Group, total
-from bayestrain.prior.hold import Held, layers_to_hold
+from bayestrain.prior.groups import Group, norm_of, total
+from bayestrain.prior.hold import layers_to_hold
 
-UPDATES = ("newton", "gradient")
-
-RATE = 0.1
-"""Step size of the gradient update."""
+UPDATES = {"newton": density.newton_step, "gradient": density.gradient_step}
 
 ALIGN_SWEEPS = 5
 """Rounds of Newton steps of every lambda after an alignment; the steps that follow do the rest."""
 
 EARLY = 4
 """How many times as often rank indices are aligned at first, when ranks are decided."""
+
+POSITIVE = "must be positive", lambda x: 0 < x < math.inf
+NOT_NEGATIVE = "cannot be negative", lambda x: 0 <= x < math.inf
 
 SMALL = 1 << 16
 """Tensors up to this size are joined before they are summed; copying larger ones would cost more than it saves."""
@@ -46,9 +45,8 @@ class NormalPrior:
 
     Args:
         model: the network. Only parameters that require a gradient now have a prior.
-        num_data: the number of terms that the loss is a mean over, by which the prior is divided. That is the number of
-            training data if the loss averages over data, and so many times more if it also averages over several
-            outputs of each datum, as `nn.MSELoss` and token losses do.
+        num_data: the number of terms that the loss is a mean over: training data, or all their outputs if the loss
+            averages over those, too, as `nn.MSELoss` and token losses do.
         variance: prior variance of every parameter.
         weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.
         warmup_steps: the weight rises linearly from 0 over this many calls of `step`.
@@ -63,13 +61,16 @@ class NormalPrior:
         weight: float = 1.0,
         warmup_steps: int = 0,
     ) -> None:
-        if not hasattr(num_data, "__index__") or num_data < 1:
-            raise ConfigError(
-                f"num_data must be the number of training data, at least 1, got {num_data!r}. Try len(dataset)."
-            )
-        _check({"variance": variance}, {"weight": weight, "warmup_steps": warmup_steps})
+        rule = "must be the number of training data, such as len(dataset), at least 1"
+        _check(rule, lambda n: hasattr(n, "__index__") and n >= 1, num_data=num_data)
+        _check(*POSITIVE, variance=variance)
+        _check(*NOT_NEGATIVE, weight=weight, warmup_steps=warmup_steps)
         self.model, self.num_data, self.variance = model, num_data, variance
         self.weight, self.warmup_steps, self.steps = weight, warmup_steps, 0
+        self.weights: dict[str, FactorizedWeight] = {}
+        """The weights that have a lambda, by the names of their layers; here none."""
+        self.groups: list[Group] = []
+        self.align_every, self._move = 0, density.newton_step
         self._others = _places(model, ())
 
     @property
@@ -80,18 +81,19 @@ class NormalPrior:
     @property
     def aligns_next(self) -> bool:
         """Whether the next `step` will align rank indices."""
-        return False
+        step, every = self.steps + 1, self.align_every
+        return every > 0 and step % (max(every // EARLY, 1) if step < 2 * every else every) == 0
 
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included; differentiable."""
         found: list[Any] = [module._parameters[name] for module, name in self._others]
         flat = density.exact([parameter.reshape(-1) for parameter in found])
-        if not flat:
-            return torch.zeros(())
         small = [tensor for tensor in flat if tensor.numel() <= SMALL]
         parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
-        entries, squares = sum(tensor.numel() for tensor in flat), total([part.square().sum() for part in parts])
-        return -0.5 * (squares / self.variance + entries * math.log(2 * math.pi * self.variance))
+        entries = sum(tensor.numel() for tensor in flat)
+        squares = total([part.square().sum() for part in parts] or [torch.zeros(())])
+        others = -0.5 * (squares / self.variance + entries * math.log(2 * math.pi * self.variance))
+        return total([*(group.log_prob(self.variance) for group in self.groups), others])
 
     def loss(self, weight: Tensor | float | None = None) -> Tensor:
         """``-weight * log p / num_data``, to be added to a loss that is a mean over data.
@@ -100,16 +102,28 @@ class NormalPrior:
         """
         return self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
 
+    @torch.no_grad()
     def step(self) -> None:
-        """After the optimiser's step: update what gradients do not train."""
+        """After the optimiser's step: hold the scales that are free, align if it is due, then move every lambda."""
+        align = self.aligns_next
+        for group in self.groups:
+            with own_precision(next(iter(group.weights.values())).cores[0]):
+                group.hold_scale_()
+                if align:
+                    group.align_()
+                    group.move_(density.newton_step, ALIGN_SWEEPS)
+                group.move_(self._move)
         self.steps += 1
 
     def lambdas(self) -> dict[str, list[Tensor]]:
         """``{layer name: [lambda of every bond]}``, as copies."""
-        return {}
+        states = {name: weight.rank_state for name, weight in self.weights.items()}
+        return {name: [u.exp() for u in state.log_lambdas] for name, state in states.items() if state}
 
     def remove_(self) -> None:
         """Remove lambda from the model: what remains is what a user deploys."""
+        for weight in self.weights.values():
+            weight.rank_state = None
 
     def state_dict(self) -> dict[str, Any]:
         """What the prior itself must remember to resume; lambda is in the model's ``state_dict``."""
@@ -123,26 +137,22 @@ class NormalPrior:
 class RankPrior(NormalPrior):
     """Gaussian-Gamma prior on every factorised weight, Normal(0, `other_variance`) on every other trainable parameter.
 
-    Used as `NormalPrior` is; `step` also updates lambda.
+    Used as `NormalPrior` is. Lambda is attached to the weights and saved in the model's ``state_dict``; a new prior on
+    a loaded model continues with it. Freeze what shall not train before. (If some cores of a weight train, all have a
+    prior.)
 
     Args:
-        model: a model with factorised weights. ``log lambda`` is attached to them and saved in the model's
-            ``state_dict``; a new prior on a loaded model continues with it. Freeze what shall not train before: only
-            parameters that require a gradient now have a prior. (If some cores of a weight train, all have it.)
-        num_data, weight, warmup_steps: as for `NormalPrior`.
         a, b: shape and rate of the Gamma prior on every lambda.
         update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
         floor: smallest lambda of a bond, relative to its largest.
         other_variance: prior variance of all parameters that are no cores, and of cores without bonds.
         start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a normalisation behind them makes it free:
-            batch, instance, group, layer or RMS norm, or a module with an attribute ``forgets_scale = True``. "auto"
-            finds those, and warns where it cannot be sure. Their cores are rescaled together, with lambda, the bias
-            and running statistics, so that the network computes the same (in half precision by powers of two, since
-            all else would be rounded). Naming a layer vouches for it.
-        align_every: every so many steps, and four times as often in the first two periods, the rank indices are turned
-            to the singular directions of their bonds, where lambda can see single singular values. The network does not
-            change; ranks are found sooner and more surely. 0 switches it off.
+            one of PyTorch's, or a module with an attribute ``forgets_scale = True``. "auto" finds those, and warns
+            where it cannot be sure; naming a layer vouches for it. Cores, lambda, bias and running statistics are
+            rescaled together, in half precision by powers of two, so that the network computes the same.
+        align_every: every so many steps, and four times as often in the first two periods, rank indices are turned to
+            the singular directions of their bonds, by which ranks are found sooner and more surely; 0 for never.
     """
 
     def __init__(
@@ -161,109 +171,50 @@ class RankPrior(NormalPrior):
         hold_scale: str | Iterable[str] = "auto",
         align_every: int = 100,
     ) -> None:
-        _check({"a": a, "b": b, "start": start, "other_variance": other_variance}, {"align_every": align_every})
+        _check(*POSITIVE, a=a, b=b, start=start, other_variance=other_variance)
+        _check(*NOT_NEGATIVE, align_every=align_every)
+        _check(f"must be one of {tuple(UPDATES)}", UPDATES.__contains__, update=update)
+        _check("must lie between exp(-30) and exp(30)", lambda x: abs(math.log(x)) <= density.LIMIT, start=start)
+        _check("is relative to the largest lambda and must lie in (0, 1)", lambda x: 0 < x < 1, floor=floor)
         super().__init__(model, num_data, variance=other_variance, weight=weight, warmup_steps=warmup_steps)
-        if update not in UPDATES:
-            raise ConfigError(f"update must be one of {UPDATES}, got {update!r}.")
-        if abs(math.log(start)) > (limit := density.LIMIT):
-            raise ConfigError(f"start must lie between exp(-{limit:g}) and exp({limit:g}), got {start}.")
-        if not 0 < floor < 1:
-            raise ConfigError(f"floor is relative to the largest lambda and must lie in (0, 1), got {floor}.")
-        self.weights = factorized_weights(model)
-        """Every factorised weight, by the name of its layer."""
+        self.align_every, self._move, self.weights = align_every, UPDATES[update], factorized_weights(model)
         if not self.weights:
             raise ConfigError("The model has no factorised weight. Call bayestrain.tensorize_(model) first.")
         for name, own in self.weights.items():
             if not all(core.is_meta or bool(core.isfinite().all()) for core in own.cores):
                 raise ConfigError(
-                    f"The cores of {name!r} must be finite, but some entries ({own.cores[0].dtype}) are NaN or "
-                    "infinite. Initialise the layer again; half precision is safer with model.float()."
+                    f"The cores of {name!r} must be finite, but some entries ({own.cores[0].dtype}) are not. "
+                    "Initialise the layer again; half precision is safer with model.float()."
                 )
-        held = layers_to_hold(model, self.weights, hold_scale)
-
-        self.a, self.b, self.update, self.floor, self.align_every = a, b, update, floor, align_every
-        for own in self.weights.values():
+        self.held = layers_to_hold(model, self.weights, hold_scale)
+        """The layers whose norm is held, each with the normalisations behind it."""
+        for name, own in self.weights.items():
             fresh = own.rank_state is None
             state = own.attach_rank_state()
             state.a, state.b, state.floor = a, b, floor
             for u in state.log_lambdas if fresh else ():
                 u.fill_(math.log(start))
-        trained = {n: own for n, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
+            if name in self.held:
+                state.held_norm.copy_(torch.where(state.held_norm > 0, state.held_norm, norm_of(own).detach()))
+        trained = {name: own for name, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
         self._others = _places(model, (core for own in trained.values() for core in own.cores))
-        self.groups = make_groups(trained, held)
-        for name, norm in ((name, norm) for group in self.groups for name, norm in group.norms().items()):
-            kept = self.weights[name].attach_rank_state().held_norm
-            kept.copy_(torch.where(kept > 0, kept, norm))
-
-    @property
-    def held(self) -> dict[str, Held]:
-        """The layers whose norm is held, each with the normalisations behind it."""
-        return {name: held for group in self.groups for name, held in group.held.items()}
-
-    @property
-    def aligns_next(self) -> bool:
-        step, every = self.steps + 1, self.align_every
-        return every > 0 and step % (max(every // EARLY, 1) if step < 2 * every else every) == 0
-
-    def log_prob(self) -> Tensor:
-        self._check_lambda()
-        terms = [group.log_prob(self.a, self.b, self.variance) for group in self.groups]
-        return total([*terms, super().log_prob()])
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """After the optimiser's step: hold the scales that are free, align if it is due, then move every lambda."""
-        self._check_lambda()
-        align = self.aligns_next
-        self.steps += 1
-        newton = partial(density.newton_step, b=self.b)
-        move = newton if self.update == "newton" else partial(density.gradient_step, b=self.b, rate=RATE)
-        for group in self.groups:
-            with own_precision(group.cores()[0]):
-                group.hold_scale_()
-                if align:
-                    group.align_(newton, self.a, self.floor, ALIGN_SWEEPS)
-                group.move_(move, self.a, self.floor)
-
-    def lambdas(self) -> dict[str, list[Tensor]]:
-        states = {name: weight.rank_state for name, weight in self.weights.items()}
-        return {n: [u.detach().exp() for u in state.log_lambdas] for n, state in states.items() if state is not None}
-
-    def remove_(self) -> None:
-        for weight in self.weights.values():
-            weight.rank_state = None
-
-    def _check_lambda(self) -> None:
-        if any(weight.rank_state is None for weight in self.weights.values()):
-            raise ConfigError("The model has lost its lambda: the prior was removed. Make a new RankPrior to continue.")
+        group = getattr(fast(), "group", Group)(trained, self.held)  # None where perf would not be faster
+        rest = {name: own for name, own in trained.items() if group is None or name not in group.weights}
+        self.groups = [own for own in (group, Group(rest, self.held)) if own is not None and own.weights]
 
 
 def _places(model: nn.Module, without: Iterable[Tensor]) -> list[tuple[nn.Module, str]]:
     """Where each trainable parameter is stored, except some; looking them up by name in every step would be slow."""
     known = {id(parameter) for parameter in without}
-    found = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in known:
-                found[id(parameter)] = module, name
-    return list(found.values())
+    places = ((p, module, name) for module in model.modules() for name, p in module._parameters.items())
+    found = {id(p): (module, name) for p, module, name in places if p is not None and p.requires_grad}
+    return [place for number, place in found.items() if number not in known]
 
 
-def _check(positive: Mapping[str, float], not_negative: Mapping[str, float]) -> None:
-    for name, value in positive.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name} must be positive, got {value}.")
-    for name, value in not_negative.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name} cannot be negative, got {value}.")
-
-
-def make_groups(weights: dict[str, FactorizedWeight], held: Mapping[str, Held]) -> list[Group]:
-    """The weights that `perf` can treat together as one group, the others as another."""
-    together = getattr(fast(), "group", None)
-    group: Group | None = None if together is None else together(weights, held)
-    rest = {name: own for name, own in weights.items() if group is None or name not in group.weights}
-    return ([group] if group is not None else []) + ([Group(rest, held)] if rest else [])
+def _check(rule: str, fits: Callable[[Any], bool], **values: object) -> None:
+    for name, value in values.items():
+        if not fits(value):
+            raise ConfigError(f"{name} {rule}, got {value!r}.")
 
 
 def check_weight_decay(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
