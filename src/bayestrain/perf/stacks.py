@@ -1,6 +1,4 @@
-"""`Stacks`: tensors of several sizes padded with zeros and stacked, in two operations for any number of them."""
-
-from __future__ import annotations
+"""`Stacks`: networks of one equation padded with zeros and stacked, in two operations for any number of them."""
 
 import math
 from collections.abc import Sequence
@@ -8,26 +6,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Network = Sequence[Tensor]
+"""The cores, whose sizes may differ from one network to the next."""
+
 
 class Stacks:
-    """How groups of tensors are stacked: each group has one number of dimensions and becomes one tensor.
+    """How networks with the shapes of these are stacked, and taken apart again."""
 
-    Args:
-        groups: the shapes of each group's tensors.
-        device: where the tensors will be.
-    """
+    def __init__(self, networks: Sequence[Network]) -> None:
+        self.shapes = [[core.shape for core in own] for own in zip(*networks, strict=True)]
+        self.stacked = [(len(own), *map(max, zip(*own, strict=True))) for own in self.shapes]
+        self.sizes, places = [math.prod(shape) for shape in self.stacked], []
+        for shapes, index in zip(self.shapes, self._split(torch.arange(sum(self.sizes))), strict=True):
+            places += [cell.flatten() for cell in _cells(index, shapes)]
+        self.places = torch.cat(places).to(networks[0][0].device)
 
-    def __init__(self, groups: Sequence[Sequence[torch.Size]], device: torch.device) -> None:
-        self.shapes = [(len(shapes), *map(max, zip(*shapes, strict=True))) for shapes in groups]
-        places, start = [], 0
-        for shapes, whole in zip(groups, self.shapes, strict=True):
-            index = torch.arange(start, start := start + math.prod(whole)).view(whole)
-            places += [layer[tuple(map(slice, shape))].flatten() for layer, shape in zip(index, shapes, strict=True)]
-        self.numel, self.places = start, torch.cat(places).to(device)
+    def __call__(self, networks: Sequence[Network], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The stacked cores, perhaps in another type; differentiable."""
+        flat = torch.cat([core.reshape(-1) for own in zip(*networks, strict=True) for core in own]).to(dtype)
+        return self._split(flat.new_zeros(sum(self.sizes)).index_copy(0, self.places, flat))
 
-    def __call__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The stacks of these tensors, group after group, perhaps in another type; differentiable."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
-        every = flat.new_zeros(self.numel).index_copy(0, self.places, flat)
-        parts = every.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def apart(self, stacks: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The cores of every network."""
+        return list(zip(*map(_cells, stacks, self.shapes), strict=True))
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.stacked, strict=True)]
+
+
+def _cells(stack: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The layers of a stack without their padding."""
+    return [layer[tuple(map(slice, shape))] for layer, shape in zip(stack, shapes, strict=True)]

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
@@ -74,12 +75,10 @@ class Tables(Group):
 
     @torch.no_grad()
     def align_(self, move: Move, a: float, floor: float, sweeps: int) -> None:
-        weights = [self.weights[name] for name in self.trained]
-        trees = [own for own in weights if own.equation.is_tree and type(own.format).align is Format.align]
-        turned = dict(zip(trees, align_trees([(own.equation, cores_of(own)) for own in trees]), strict=True))
-        for own in weights:
-            cores = cores_of(own)
-            new = turned[own] if own in turned else own.format.align(own.equation, cores)
+        turned = {name: cores for table in self.tables() for name, cores in table.turned().items()}
+        for name in self.trained:
+            weight, cores = self.weights[name], cores_of(self.weights[name])
+            new = turned[name] if name in turned else weight.format.align(weight.equation, cores)
             finite = _join(new).isfinite().all()
             for core, turned_core in zip(cores, new, strict=True):
                 core.copy_(torch.where(finite, turned_core, core))
@@ -114,6 +113,26 @@ class _Colour(NamedTuple):
     """Where in the grid each lambda lies."""
 
 
+class _Alike(NamedTuple):
+    """Weights of one equation, by name."""
+
+    equation: Equation
+    weights: dict[str, FactorizedWeight]
+    stacks: Stacks
+
+    def stacked(self) -> list[Tensor]:
+        """Their cores, in double precision."""
+        return self.stacks([cores_of(own) for own in self.weights.values()], torch.float64)
+
+
+def _alike(weights: Mapping[str, FactorizedWeight]) -> list[_Alike]:
+    """The weights by equation."""
+    found: dict[Equation, dict[str, FactorizedWeight]] = {}
+    for name, own in weights.items():
+        found.setdefault(own.equation, {})[name] = own
+    return [_Alike(equation, own, Stacks([cores_of(one) for one in own.values()])) for equation, own in found.items()]
+
+
 class Table:
     """Weights of one dtype and device, and the indices by which they are treated as one."""
 
@@ -125,7 +144,7 @@ class Table:
         self.zero, self.nothing = self._there([0.0]), self._there([-math.inf])
         self._place_lambdas()
         self._cut_into_slices()
-        self._stack_held()
+        self._stack()
 
     def cores(self) -> list[Tensor]:
         """The current cores of the weights, in the order of *flat*."""
@@ -160,40 +179,34 @@ class Table:
 
     def _cut_into_slices(self) -> None:
         """Number the slices, those with few entries first, and find the entries and lambdas of each."""
-        cores = self.cores()
+        cores, most = self.cores(), max(map(len, (own for equation in self.equations for own in equation.powers)))
         sizes = [core.numel() for core in cores]
         self.entries, parts = sum(sizes), []
         places = [(row, k) for row, equation in enumerate(self.equations) for k in range(len(equation.cores))]
         for (row, k), core, entries in zip(places, cores, torch.arange(self.entries).split(sizes), strict=True):
-            equation, axes = self.equations[row], range(core.ndim)
-            bonds = [equation.axis(k, bond) for bond in equation.powers[k]]
-            order = [*(axis for axis in axes if axis not in bonds), *bonds]
+            equation, own = self.equations[row], self.equations[row].powers[k]
+            bonds = [equation.axis(k, bond) for bond in own]
             ranks = [core.shape[axis] for axis in bonds]
-            firsts = [self._first[row, equation.bonds.index(bond)] for bond in equation.powers[k]]
-            own = entries.view(core.shape).permute(order).reshape(-1, math.prod(ranks))
-            parts.append((own, ranks, firsts, list(equation.powers[k].values())))
+            order = [*(axis for axis in range(core.ndim) if axis not in bonds), *bonds]
+            firsts = torch.tensor([self._first[row, equation.bonds.index(bond)] for bond in own], dtype=torch.int64)
+            slices = entries.view(core.shape).permute(order).reshape(-1, math.prod(ranks))
+            missing, powers = (
+                (0, 0, 0, most - len(own)),
+                torch.tensor([*own.values()])[:, None].expand(-1, len(slices[0])),
+            )
+            lambdas = F.pad((torch.ones(ranks).nonzero() + firsts).mT, missing, value=self.lambdas)
+            parts.append((slices, lambdas, F.pad(powers, missing)))
         parts.sort(key=lambda part: len(part[0]))
-        most, slices = max(len(firsts) for _, _, firsts, _ in parts), sum(own.shape[1] for own, *_ in parts)
-        of_slices, powers, free = (
-            torch.full((most, slices), self.lambdas),
-            torch.zeros(most, slices),
-            torch.zeros(slices),
-        )
-        slice_of_entry, by_size, start = torch.empty(self.entries, dtype=torch.int64), dict[int, list[Tensor]](), 0
-        for own, ranks, firsts, exponents in parts:
-            stop = start + own.shape[1]
-            indices = torch.ones(ranks).nonzero().unbind(1)
-            for n, (first, power, index) in enumerate(zip(firsts, exponents, indices, strict=True)):
-                of_slices[n, start:stop], powers[n, start:stop] = first + index, power
-            free[start:stop] = float(not firsts)
-            slice_of_entry[own] = torch.arange(start, stop).expand(own.shape)
-            by_size.setdefault(len(own), []).append(own)
-            start = stop
-        blocks = [torch.cat(alike, 1) for alike in by_size.values()]
+        blocks = [torch.cat([own for own, *_ in alike], 1) for _, alike in groupby(parts, lambda part: len(part[0]))]
+        of_slices, powers = (torch.cat([part[n] for part in parts], 1) for n in (1, 2))
+        slice_of_entry, free = torch.empty(self.entries, dtype=torch.int64), (powers == 0).all(0)
+        widths = [block.shape[1] for block in blocks]
+        for block, numbers in zip(blocks, torch.arange(sum(widths)).split(widths), strict=True):
+            slice_of_entry[block] = numbers
         self.sizes, self.by_size = [block.shape for block in blocks], torch.cat([block.flatten() for block in blocks])
         self.by_size, self.slice_of_entry = self._there(self.by_size), self._there(slice_of_entry)
-        self.free_entries = sum(own.numel() for own, _, firsts, _ in parts if not firsts)
-        self.free, self.colours = self._there(free), self._coloured(of_slices, powers)
+        self.free, self.free_entries = self._there(free.float()), int(free[slice_of_entry].sum())
+        self.colours = self._coloured(of_slices, powers)
         self.of_slices, self.powers = self._there(of_slices.flatten()), self._there(powers)
 
     def _coloured(self, of_slices: Tensor, powers: Tensor) -> list[_Colour]:
@@ -212,23 +225,18 @@ class Table:
             start = stop
         return found
 
-    def _stack_held(self) -> None:
-        """Stack the held weights of each equation, so that their norms are found together."""
-        alike: dict[Equation, list[str]] = {}
-        for name, equation in zip(self.names, self.equations, strict=True):
-            if name in self.group.held:
-                alike.setdefault(equation, []).append(name)
-        self.held, self._held_equations = [name for own in alike.values() for name in own], list(alike)
-        if not self.held:
-            return
-        weights = {name: self.group.weights[name] for name in self.held}
-        self._stacked = [[(name, k) for name in own] for eq, own in alike.items() for k in range(len(eq.cores))]
-        shapes = [[weights[name].cores[k].shape for name, k in stack] for stack in self._stacked]
-        self.stacks = Stacks(shapes, self.device)
-        self.counts = self._there([float(len(own.cores)) for own in weights.values()])
-        us = [(n, u) for n, name in enumerate(self.held) for u in self.group._state(name).log_lambdas]
-        self.held_of_lambda = self._there(_repeated([(n, len(u)) for n, u in us]))
-        self.factor_of = self._there(_repeated([(n, len(tensor.reshape(-1))) for n, tensor in self._scaled()]))
+    def _stack(self) -> None:
+        """Stack the weights to align, and those to hold; find by which factor each entry changes with their scale."""
+        weights = {name: self.group.weights[name] for name in self.names}
+        trained = {name: own for name, own in weights.items() if name in self.group.trained}
+        generic = {name: own for name, own in trained.items() if type(own.format).align is Format.align}
+        self.trees = _alike({name: own for name, own in generic.items() if own.equation.is_tree})
+        self.held_alike = _alike({name: own for name, own in weights.items() if name in self.group.held})
+        self.held = [name for own in self.held_alike for name in own.weights]
+        if self.held:
+            self.counts = self._there([float(len(weights[name].equation.cores)) for name in self.held])
+            us = [(n, u) for n, name in enumerate(self.held) for u in self.group._state(name).log_lambdas]
+            self.held_of_lambda, self.factor_of = self._there(_repeated(us)), self._there(_repeated(self._scaled()))
 
     def _scaled(self) -> list[tuple[int, Tensor]]:
         """What a change of scale multiplies, and by which of all shares, factors and squares of factors."""
@@ -279,12 +287,19 @@ class Table:
 
     def norms(self) -> Tensor:
         """The Frobenius norms of the held weights' tensors, in double precision, where long products stay in range."""
-        cores = [self.group.weights[name].cores[k] for stack in self._stacked for name, k in stack]
-        stacks, squares = iter(self.stacks(cores, torch.float64)), []
-        for equation in self._held_equations:
-            own = [next(stacks) for _ in equation.cores]
-            squares.append(torch.vmap(partial(algebra.inner, equation))(own, own))
+        stacked = [(own.equation, own.stacked()) for own in self.held_alike]
+        squares = [torch.vmap(algebra.inner, (None, 0, 0))(equation, cores, cores) for equation, cores in stacked]
         return torch.cat(squares).clamp_min(0.0).sqrt().to(self.exact)
+
+    def turned(self) -> dict[str, list[Tensor]]:
+        """The cores of all trees, aligned; see `formats.align`."""
+        results = align_trees([(own.equation, own.stacked()) for own in self.trees])
+        pairs = [(own, own.stacks.apart(stacks)) for own, stacks in zip(self.trees, results, strict=True)]
+        return {
+            name: [core.to(self.dtype) for core in cores]
+            for own, networks in pairs
+            for name, cores in zip(own.weights, networks, strict=True)
+        }
 
     def hold_scale_(self) -> None:
         """Rescale held weights; see `Group.hold_scale_`."""
@@ -343,10 +358,9 @@ def _transformed() -> bool:
 # --- indices ----------------------------------------------------------------------------------------------------------
 
 
-def _repeated(pairs: Sequence[tuple[int, int]]) -> Tensor:
-    """For pairs (number, count): each number as often as its count."""
-    numbers, counts = zip(*pairs, strict=True)
-    return torch.tensor(numbers).repeat_interleave(torch.tensor(counts))
+def _repeated(pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """The numbers, each as often as its tensor has entries."""
+    return torch.tensor([n for n, _ in pairs]).repeat_interleave(torch.tensor([len(t.reshape(-1)) for _, t in pairs]))
 
 
 def _padded(rows: Tensor, values: Tensor, count: int, fill: int) -> Tensor:
