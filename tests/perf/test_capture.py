@@ -34,6 +34,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recorder: Any = Recorded) -> None:
         monkeypatch.setattr(capture, "can_capture", lambda _: True)
         monkeypatch.setattr(capture, "RecordedStep", recorder)
+        monkeypatch.setattr(capture.Capture, "_aside", lambda _, advance, x, y: advance(x, y))
         self.model = TensorLinear(8, 8, max_rank=2)
         self.prior = RankPrior(self.model, 10, align_every=7)
         self.prior.steps = 70  # alignments are more frequent at first

@@ -1,7 +1,5 @@
 """The fast forward passes of linear layers and convolutions whose weight is a train."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -93,7 +91,7 @@ def _convolution(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept |
     if not _channels_last(x):
         # A 1x1 kernel is contiguous in both formats; only its strides distinguish them.
         kernels = [kernel.reshape(len(kernel), -1).view(kernel.shape) for kernel in kernels]
-    return lambda x: layer.run(x, kernels)  # type: ignore[no-any-return]
+    return lambda x: layer.run(x, kernels)
 
 
 def _channels_last(x: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """How much memory the particles of a posterior will take, measured on one of them before training starts."""
 
-from __future__ import annotations
-
 import ctypes
+import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,8 +59,8 @@ class MemoryEstimate:
         free = "" if self.available is None else f" of {_size(self.available)} free"
         return (
             f"{self.particles} particles need about {_size(self.total)}{free}: {_size(self.held)} for weights, "
-            f"gradients and the optimiser, {_size(self.chunk * self.per_particle)} for activations of {self.chunk} "
-            "particles at a time"
+            f"gradients and the optimiser, {_size(self.total - self.held)} for activations of {self.chunk} particles "
+            "at a time"
         )
 
 
@@ -81,8 +81,7 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
-            self.bytes = max(self.bytes, int(made.numel() * made.element_size()))
-            self.entries = max(self.entries, int(made.numel()))
+            self.bytes, self.entries = max(self.bytes, made.nbytes), max(self.entries, made.numel())
         return made
 
 
@@ -99,8 +98,7 @@ def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 saved[storage.data_ptr()] = storage.nbytes()
-        # A node that saved the tensor itself would be kept alive by it, and keep it alive, for ever.
-        return tensor.detach()
+        return tensor.detach()  # a node that saved the tensor itself and that tensor would keep each other alive
 
     devices = [device] if device.type == "cuda" else []
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed)
@@ -142,50 +140,44 @@ def available_bytes(device: torch.device) -> int | None:
 def choose_chunk(
     n: int, held: int, allocated: int, one: Activations, model: nn.Module, device: torch.device, chunk: int | None
 ) -> MemoryEstimate:
-    """Choose how many particles go through the network at once; raise `ConfigError` if they cannot fit.
+    """Choose how many of n particles go through the network at once; raise `ConfigError` if they cannot fit.
 
     Args:
-        n: particles of `model`.
         held: bytes that all particles' weights, gradients and optimiser state take; `allocated` of them already do.
         one: what one particle's pass takes.
         chunk: the user's choice, or None to find one.
     """
     available, per_particle = available_bytes(device), max(one.bytes, 1)
-    free = None if available is None else int(available * RESERVE) - (held - allocated)
+    free = math.inf if available is None else available * RESERVE - (held - allocated)
+    fitting = free / per_particle
     if chunk is None:
         convolving = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in model.modules())
         busy = device.type == "cuda" and convolving and one.bytes > BUSY
         wanted = CACHE // per_particle if device.type == "cpu" else 1 if busy else n
-        fitting = n if free is None else free // per_particle
-        chunk = max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1)))
+        chunk = int(max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1))))
     estimate = MemoryEstimate(n, held, one.bytes, min(chunk, n), available)
-    if free is None or available is None or estimate.chunk * one.bytes <= free:
+    if estimate.chunk <= fitting:
         return estimate
-    if free >= per_particle:
-        advice = f"Use chunk={free // per_particle}, or leave chunk out."
+    most = int((free + held - one.bytes) // max(held // n, 1))
+    if fitting >= 1:
+        advice = f"Use chunk={int(fitting)}, or leave chunk out."
     else:
-        most = int((available * RESERVE + allocated - one.bytes) // max(held // n, 1))
         advice = f"Use at most {most} particles." if most >= 2 else "Use smaller batches, or a smaller network."
     raise ConfigError(f"This cannot fit: {estimate}. {advice}")
 
 
-def retain_freed_memory() -> bool:
-    """Let this process keep the memory it frees, where the C library is glibc; returns whether that was possible.
+def retain_freed_memory() -> None:
+    """Let this process keep the memory it frees, where the C library is glibc.
 
     By default glibc returns a large block to the system as soon as it is freed, and the next training step pays for it
     again, page by page: a step of 20 particles on MNIST takes 1.4 times as long.
     """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return False
     trim_threshold, mmap_threshold = -1, -3  # from malloc.h; the second one takes at most 32 MiB
-    return bool(mallopt(trim_threshold, 2**31 - 1) and mallopt(mmap_threshold, 1 << 25))
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 1 << 25)
 
 
-def _size(count: float) -> str:
-    for unit in ("bytes", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.1f} GB"
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -5,8 +5,6 @@ weight; with one there are two; cut at every bond, the train is multiplied core 
 predicted from its operations and bytes with the constants of a `Machine`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,20 +14,23 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """What a device does, as far as these layers are concerned."""
+    """What a device does, as far as these layers are concerned.
+
+    Attributes:
+        rate: operations per second of large matrix products.
+        bandwidth: bytes per second, counting what is read and what is written.
+        launch: seconds that any operation takes at least.
+        link: further seconds for every product of a chain.
+        half: a product with a dimension of this size reaches half the rate.
+        block: outputs are computed in blocks of this many.
+    """
 
     rate: float
-    """Operations per second of large matrix products."""
     bandwidth: float
-    """Bytes per second, counting what is read and what is written."""
     launch: float
-    """Seconds that any operation takes at least."""
     link: float
-    """Further seconds for every product of a chain."""
     half: float
-    """A product with a dimension of this size reaches half the rate."""
     block: int = 1
-    """Outputs are computed in blocks of this many."""
 
 
 CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half=6.0)
@@ -92,72 +93,66 @@ class Cost(NamedTuple):
         return ("whole weight", "two factors", "core by core")[min(len(self.cuts), 2)]
 
 
-class _Tally:
-    """Adds up the seconds and multiplications of a task."""
+Product = tuple[int, int, int, int]
+"""``(slices, n, k, columns)``: a product of ``(n, k)`` with ``(k, columns)`` for each of so many slices."""
 
-    def __init__(self, task: Task, machine: Machine) -> None:
-        self.task, self.machine, self.seconds, self.operations = task, machine, 0.0, 0.0
-        self.passes = 3 if task.training else 1
-        """Products of the same size that each product of the forward pass stands for."""
 
-    def product(self, batch: int, n: int, k: int, columns: int, block: int = 1) -> None:
-        """Products of ``(n, k)`` with ``(k, columns)``, for each of `batch` slices, and their backward pass."""
-        machine = self.machine
-        self.operations += self.passes * batch * n * k * columns
-        n = math.ceil(n / block) * block
-        moved = self.task.itemsize * (batch * (k * columns + n * columns) + n * k)
-        share = math.prod(size / (size + machine.half) for size in (n, k, columns))
-        work = max(2.0 * batch * n * k * columns / (machine.rate * share), moved / machine.bandwidth)
-        self.seconds += self.passes * (machine.launch + work)
-
-    def copy(self, numbers: float) -> None:
-        """A copy, or a sum, of so many numbers."""
-        self.seconds += self.machine.launch + 2 * self.task.itemsize * numbers / self.machine.bandwidth
-
-    def merge(self, train: Train, ranks: tuple[int, ...], first: int, last: int) -> None:
-        """Merge cores first to last - 1 in halves, at the middle bond if it is one of theirs."""
-        if last - first == 1:
-            return
-        half = train.middle if first < train.middle < last else first + (last - first + 1) // 2
-        self.merge(train, ranks, first, half)
-        self.merge(train, ranks, half, last)
-        (rows, columns) = (math.prod(train.outs[a:b] + train.ins[a:b]) for a, b in ((first, half), (half, last)))
-        self.product(1, ranks[first] * rows, ranks[half], columns * ranks[last])
+@lru_cache(maxsize=4096)
+def cheapest(train: Train, ranks: tuple[int, ...], task: Task, machine: Machine) -> Cost:
+    """The way predicted to be fastest; `ranks` has ones at both ends."""
+    return min(cost(train, ranks, cuts, task, machine) for cuts in train.cuts())
 
 
 def cost(train: Train, ranks: tuple[int, ...], cuts: tuple[int, ...], task: Task, machine: Machine) -> Cost:
-    """What it takes to multiply by the factors between some bonds; `ranks` has ones at both ends."""
-    tally, twice, runs = _Tally(task, machine), 2 if task.training else 1, train.runs(cuts)
-    ins, done = math.prod(train.ins), 1
-    left = ins
+    """What it takes to multiply by the factors between the bonds `cuts`."""
+    products: list[Product] = []
+    copies: list[int] = []
+    ins, done, twice = math.prod(train.ins), 1, 2 if task.training else 1
+    left, runs = ins, train.runs(cuts)
     for first, last in runs:
         before, after = (first, last) if train.inputs_first else (last, first)
         m, j = math.prod(train.outs[first:last]), math.prod(train.ins[first:last])
         left //= j
         n, k = ranks[after] * m, j * ranks[before]
-        if not task.merged:
-            tally.merge(train, ranks, first, last)
-        tally.product(left, n, k, done * task.rows, machine.block)
+        products += () if task.merged else _merges(train, ranks, first, last)
+        products.append((left, n, k, done * task.rows))
         done *= m
         if task.training and left > 1:
-            tally.copy(left * n * k)  # gradients of the slices are written and added up
-    if cuts and not train.middle:
-        for _ in range(twice):
-            tally.copy((ins + done) * task.rows)  # the batch becomes the last axis and back
-        tally.seconds += machine.link * len(runs) * tally.passes
-    elif not train.middle:
-        tally.copy(0 if task.merged else ins * done * twice)  # outputs and inputs are brought apart
-    return Cost(tally.seconds, tally.operations, cuts)
-
-
-@lru_cache(maxsize=4096)
-def cheapest(train: Train, ranks: tuple[int, ...], task: Task, machine: Machine) -> Cost:
-    """The way predicted to be fastest."""
-    return min(cost(train, ranks, cuts, task, machine) for cuts in train.cuts())
+            copies.append(left * n * k)  # gradients of the slices are written and added up
+    if train.middle:
+        return _cost(products, copies, task, machine, cuts)
+    if not cuts:  # outputs and inputs are brought apart
+        return _cost(products, [0 if task.merged else ins * done * twice], task, machine)
+    copies += [(ins + done) * task.rows] * twice  # the batch becomes the last axis and back
+    return _cost(products, copies, task, machine, cuts, links=len(runs))
 
 
 def dense_cost(outputs: int, inputs: int, task: Task, machine: Machine) -> Cost:
     """What the dense layer would take: a product, or a convolution whose `inputs` are channels times taps."""
-    tally = _Tally(task, machine)
-    tally.product(1, outputs, inputs, task.rows, machine.block)
-    return Cost(tally.seconds, tally.operations)
+    return _cost([(1, outputs, inputs, task.rows)], [], task, machine)
+
+
+def _merges(train: Train, ranks: tuple[int, ...], first: int, last: int) -> Iterator[Product]:
+    """Merge cores first to last - 1 in halves, at the middle bond if it is one of theirs."""
+    if last - first > 1:
+        half = train.middle if first < train.middle < last else first + (last - first + 1) // 2
+        sizes = [math.prod(train.outs[a:b] + train.ins[a:b]) for a, b in ((first, half), (half, last))]
+        yield 1, ranks[first] * sizes[0], ranks[half], sizes[1] * ranks[last]
+        yield from _merges(train, ranks, first, half)
+        yield from _merges(train, ranks, half, last)
+
+
+def _cost(
+    products: list[Product], copies: list[int], task: Task, machine: Machine, cuts: tuple[int, ...] = (), links: int = 0
+) -> Cost:
+    """Seconds and multiplications of products, each with its backward pass, and of copies of so many numbers."""
+    seconds = links * machine.link
+    for slices, n, k, columns in products:
+        rows = math.ceil(n / machine.block) * machine.block
+        share = math.prod(size / (size + machine.half) for size in (rows, k, columns))
+        moved = task.itemsize * (slices * (k + rows) * columns + rows * k)
+        work = 2.0 * slices * rows * k * columns / (machine.rate * share)
+        seconds += machine.launch + max(work, moved / machine.bandwidth)
+    passes = 3 if task.training else 1  # products of the same size that each product of the forward pass stands for
+    seconds = passes * seconds + sum(machine.launch + 2 * task.itemsize * size / machine.bandwidth for size in copies)
+    return Cost(seconds, passes * sum(map(math.prod, products)), cuts)

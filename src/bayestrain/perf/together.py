@@ -17,7 +17,7 @@ from bayestrain.nn import TensorLayer
 from bayestrain.nn.precision import own_precision
 from bayestrain.perf import trains
 from bayestrain.perf.planner import Train
-from bayestrain.perf.stacks import Stacks
+from bayestrain.perf.stacks import Stacks, cores_of
 
 
 class Together:
@@ -55,13 +55,13 @@ class Together:
         own, made = self._ready.pop(layer, ([], None))
         if made is not None and all(a is b for a, b in zip(own, cores, strict=True)):
             return made
-        networks = [list(other.cores) for other in alike]
-        shapes = tuple(core.shape for cores in networks for core in cores)
+        cores_now = [cores_of(other.factorized) for other in alike]
+        shapes = tuple(core.shape for own in cores_now for core in own)
         if shapes not in self._stacks:
-            self._stacks[shapes] = Stacks(networks)
+            self._stacks[shapes] = Stacks({other: other.factorized for other in alike})
         with own_precision(like):
-            weights = torch.vmap(trains.dense, (None, 0))(train, self._stacks[shapes](networks)).unbind()
-        self._ready |= zip(alike, zip(networks, weights, strict=True), strict=True)
+            weights = torch.vmap(trains.dense, (None, 0))(train, self._stacks[shapes]()).unbind()
+        self._ready |= zip(alike, zip(cores_now, weights, strict=True), strict=True)
         return self._ready.pop(layer)[1]
 
 

@@ -6,18 +6,19 @@ needs, so nothing is permuted on the way. The batch is the last axis of the stat
 fewer, or for few rows the first, which needs no copies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bayestrain.nn.layout import Layout
 from bayestrain.perf.planner import Train
+
+Factor = tuple[Tensor, int]
+"""One product of a chain: a matrix ``(n, K)``, and how many slices ``(K, any)`` of the state it multiplies."""
 
 FEW_ROWS = 16
 """With fewer rows than this a chain keeps the batch as its first axis."""
@@ -45,25 +46,18 @@ def ranks(cores: Collection[Tensor]) -> tuple[int, ...]:
     return (1, *[core.shape[-1] for core in cores][:-1], 1)
 
 
-class Factor(NamedTuple):
-    """One product of a chain: `matrix` ``(n, K)`` times each of `batch` slices ``(K, any)`` of the state."""
-
-    matrix: Tensor
-    batch: int
-
-
 def factors(
     train: Train, cores: Collection[Tensor], cuts: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> list[Factor]:
     """The factors between the bonds `cuts`, in the order in which they act."""
-    own = zip(_three_way(cores), train.outs, train.ins, strict=True)
-    four_way = [core.reshape(core.shape[0], m, j, core.shape[2]) for core, m, j in own]
+    places = zip(cores, pairwise(ranks(cores)), train.outs, train.ins, strict=True)
+    four_way = [core.reshape(left, m, j, right) for core, (left, right), m, j in places]
     batch, found = math.prod(train.ins), []
     for first, last in train.runs(cuts):
         run = _merged(four_way[first:last])
         run = run.permute(3, 1, 2, 0) if train.inputs_first else run
         batch //= run.shape[2]  # a factor acts once for each input that is left to do
-        found.append(Factor(run.reshape(run.shape[0] * run.shape[1], -1).to(dtype), batch))
+        found.append((run.reshape(run.shape[0] * run.shape[1], -1).to(dtype), batch))
     return found
 
 
@@ -124,9 +118,3 @@ def _merged(cores: Sequence[Tensor]) -> Tensor:
 def _cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """A matrix without its padding; where it has none, slices would only cost time in the backward pass."""
     return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]
-
-
-def _three_way(cores: Collection[Tensor]) -> list[Tensor]:
-    """The cores as ``(left, mode, right)``."""
-    first, *inner, last = cores
-    return [first[None], *inner, last[..., None]]
