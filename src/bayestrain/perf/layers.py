@@ -113,8 +113,8 @@ def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, f
     found = planner.cheapest(train, trains.ranks(cores), task, machine)
     outputs, *inputs = layer.factorized.shape
     dense = planner.dense_cost(outputs, math.prod(inputs), task, machine)
-    kind = "two convolutions" if found.cuts and train.inputs_first else found.kind
-    return kind, found.operations / dense.operations, found.seconds, dense.seconds
+    kinds = "whole weight", "two convolutions" if train.inputs_first else "two factors", "core by core"
+    return kinds[min(len(found.cuts), 2)], found.operations / dense.operations, found.seconds, dense.seconds
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -132,23 +132,23 @@ def used(layer: TensorLayer) -> tuple[Train | None, Cores]:
 
 def _asked(layer: TensorLayer, x: Tensor, cores: Cores, merged: bool) -> tuple[Task, Machine]:
     """What this input asks of a layer, and on which machine."""
-    conv, kind, dtype = isinstance(layer, TensorConv2d), x.device.type, product_dtype(x)
+    conv, cuda, dtype = isinstance(layer, TensorConv2d), x.is_cuda, product_dtype(x)
     rows = x.numel() // layer.factorized.shape[1] // (math.prod(layer.stride) if conv else 1)  # type: ignore[arg-type]
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, layer.bias, *cores))
-    tf32 = kind == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    task = Task(max(1, rows), dtype.itemsize, trains, merged)
-    return task, _machine(kind, dtype, tf32, torch.get_num_threads(), conv)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, layer.bias, *cores))
+    tf32 = cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    threads = 1 if cuda else torch.get_num_threads()
+    return Task(max(1, rows), dtype.itemsize, training, merged), _machine(cuda, conv, dtype, tf32, threads)
 
 
 @lru_cache(maxsize=64)
-def _machine(kind: str, dtype: torch.dtype, tf32: bool, threads: int, conv: bool) -> Machine:
-    if kind != "cuda":
-        found, times = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD, float(threads)
-        times *= 0.5 if dtype == torch.float64 else 1.0
-    else:
-        found = planner.CUDA_CONV if conv else planner.CUDA
+def _machine(cuda: bool, conv: bool, dtype: torch.dtype, tf32: bool, threads: int) -> Machine:
+    if cuda:
+        machine = planner.CUDA_CONV if conv else planner.CUDA
         times = 2.0 if dtype in (torch.bfloat16, torch.half) else 1.0 if tf32 else 0.15
-    return found._replace(rate=found.rate * times)
+    else:
+        machine = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD
+        times = threads * (0.5 if dtype == torch.float64 else 1.0)
+    return machine._replace(rate=machine.rate * times)
 
 
 def transformed() -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,6 @@ class MemoryEstimate:
         )
 
 
-class Activations(NamedTuple):
-    """What one particle's pass through the network and back takes: bytes, and the entries of its largest tensor."""
-
-    bytes: int
-    entries: int
-
-
 class _Largest(TorchDispatchMode):
     """Notes the size of the largest tensor that is made."""
 
@@ -85,8 +78,8 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.device) -> Activations:
-    """What the forward pass `run` takes, with what it saves for a backward pass.
+def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
+    """The bytes that the pass `run` and its backward pass take, and the entries of the largest tensor.
 
     Tensors in `own`, such as parameters and inputs, do not count. Random numbers are drawn as if it had not run.
     """
@@ -105,7 +98,7 @@ def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.
     with torch.enable_grad(), torch.random.fork_rng(devices=devices), hooks, _Largest() as largest:
         result = run()
     del result  # only now: while the graph is alive, no two saved tensors lie at one address
-    return Activations(BACKWARD * (sum(saved.values()) + largest.bytes), largest.entries)
+    return BACKWARD * (sum(saved.values()) + largest.bytes), largest.entries
 
 
 @torch.no_grad()
@@ -138,27 +131,27 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def choose_chunk(
-    n: int, held: int, allocated: int, one: Activations, model: nn.Module, device: torch.device, chunk: int | None
+    n: int, held: int, allocated: int, one: tuple[int, int], model: nn.Module, device: torch.device, chunk: int | None
 ) -> MemoryEstimate:
     """Choose how many of n particles go through the network at once; raise `ConfigError` if they cannot fit.
 
     Args:
         held: bytes that all particles' weights, gradients and optimiser state take; `allocated` of them already do.
-        one: what one particle's pass takes.
+        one: the `activations` of one particle.
         chunk: the user's choice, or None to find one.
     """
-    available, per_particle = available_bytes(device), max(one.bytes, 1)
+    available, (size, entries) = available_bytes(device), one
     free = math.inf if available is None else available * RESERVE - (held - allocated)
-    fitting = free / per_particle
+    fitting = free / max(size, 1)
     if chunk is None:
         convolving = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in model.modules())
-        busy = device.type == "cuda" and convolving and one.bytes > BUSY
-        wanted = CACHE // per_particle if device.type == "cpu" else 1 if busy else n
-        chunk = int(max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1))))
-    estimate = MemoryEstimate(n, held, one.bytes, min(chunk, n), available)
+        busy = device.type == "cuda" and convolving and size > BUSY
+        wanted = CACHE // max(size, 1) if device.type == "cpu" else 1 if busy else n
+        chunk = int(max(1, min(n, wanted, fitting, MOST_ENTRIES // max(entries, 1))))
+    estimate = MemoryEstimate(n, held, size, min(chunk, n), available)
     if estimate.chunk <= fitting:
         return estimate
-    most = int((free + held - one.bytes) // max(held // n, 1))
+    most = int((free + held - size) // max(held // n, 1))
     if fitting >= 1:
         advice = f"Use chunk={int(fitting)}, or leave chunk out."
     else:

@@ -87,11 +87,6 @@ class Cost(NamedTuple):
     operations: float
     cuts: tuple[int, ...] = ()
 
-    @property
-    def kind(self) -> str:
-        """The way in words."""
-        return ("whole weight", "two factors", "core by core")[min(len(self.cuts), 2)]
-
 
 Product = tuple[int, int, int, int]
 """``(slices, n, k, columns)``: a product of ``(n, k)`` with ``(k, columns)`` for each of so many slices."""

@@ -1,12 +1,14 @@
-"""`Stacks`: weights of one equation padded with zeros and stacked, in two operations for any number of them."""
+"""Weights of one equation padded with zeros and stacked, in two operations for any number of them; their alignment."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from bayestrain.formats.align import LIVE, aligning_gauges, change_gauge, tree_grams
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import FactorizedWeight
 
@@ -54,6 +56,29 @@ def stacks_of(weights: Mapping[str, FactorizedWeight]) -> list[Stacks]:
     for name, own in weights.items():
         found.setdefault(own.equation, {})[name] = own
     return list(map(Stacks, found.values()))
+
+
+def align_trees(trees: Sequence[Stacks]) -> dict[str, list[Tensor]]:
+    """The cores of every weight as `formats.align.align` returns them, in double precision.
+
+    A change of gauge at one bond leaves the Gram matrices of all others as they are.
+    """
+    if not trees:
+        return {}
+    found, results = [(own, own(torch.float64)) for own in trees], dict[str, list[Tensor]]()
+    grams = [pair for own, cores in found for pair in torch.vmap(tree_grams, (None, 0))(own.equation, cores).values()]
+    widest, counts = max(left.shape[-1] for left, _ in grams), [len(left) for left, _ in grams]
+    sides = zip(*grams, strict=True)
+    left, right = (torch.cat([F.pad(own, (0, widest - own.shape[-1]) * 2) for own in side]) for side in sides)
+    gauge, inverse = aligning_gauges(left, right, LIVE)
+    turns = zip(gauge.split(counts), inverse.split(counts), (own.shape[-1] for own, _ in grams), strict=True)
+    for own, cores in found:
+        for bond in own.equation.bonds:
+            turn, back, rank = next(turns)
+            change = torch.vmap(change_gauge, (None, 0, None, 0, 0))
+            cores = change(own.equation, cores, bond, turn[:, :rank, :rank], back[:, :rank, :rank])
+        results |= own.apart(cores)
+    return results
 
 
 def _cells(stack: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:

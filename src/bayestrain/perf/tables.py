@@ -22,8 +22,7 @@ from bayestrain.formats import Format, algebra
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import FactorizedWeight
 from bayestrain.perf.layers import transformed
-from bayestrain.perf.stacks import cores_of, stacks_of
-from bayestrain.perf.trees import align_trees
+from bayestrain.perf.stacks import align_trees, cores_of, stacks_of
 from bayestrain.prior import density
 from bayestrain.prior.density import Move
 from bayestrain.prior.groups import Group, shares, total
@@ -100,12 +99,11 @@ class Table:
         blocks = [torch.cat([own for own, *_ in alike], 1) for _, alike in groupby(parts, lambda part: len(part[0]))]
         of_slices, powers = (torch.cat([part[n] for part in parts], 1) for n in (1, 2))
         numbers = torch.arange(of_slices.shape[1]).split([block.shape[1] for block in blocks])
-        slice_of_entry, free = torch.empty(self.entries, dtype=torch.int64), (powers == 0).all(0)
+        slice_of_entry = torch.empty(self.entries, dtype=torch.int64)
         for block, own in zip(blocks, numbers, strict=True):
             slice_of_entry[block] = own
         self.sizes, self.by_size = [block.shape for block in blocks], torch.cat([block.flatten() for block in blocks])
         self.by_size, self.slice_of_entry = self._there(self.by_size), self._there(slice_of_entry)
-        self.free, self.free_entries = self._there(free.float()), int(free[slice_of_entry].sum())
         self.of_slices, self.powers, self.terms = self._there(of_slices.flatten()), self._there(powers), []
         """The lambdas of each slice and their powers; per power the slices ``(lambdas, most)`` of each lambda."""
         for power in powers[powers > 0].unique().tolist():
@@ -138,20 +136,16 @@ class Table:
     # --- the formulas -------------------------------------------------------------------------------------------------
 
     def log_variances(self, u: Tensor) -> Tensor:
-        """Of every slice that has a bond."""
+        """Of every slice."""
         terms = F.pad(u, (0, 1)).index_select(0, self.of_slices).view(self.powers.shape)
         return (terms * self.powers).sum(0)
 
-    def log_prob(self, a: float, b: float, other_variance: float) -> Tensor:
+    def log_prob(self, a: float, b: float) -> Tensor:
         """The log density of all weights; see `density.log_prob`."""
         flat, u = _join(self.cores()), _join(self.log_lambdas())
-        variances = self.log_variances(u)
-        if self.free_entries:
-            variances = variances + self.free * math.log(other_variance)
-        squares = torch.dot(flat, flat * torch.exp(-variances).index_select(0, self.slice_of_entry))
+        squares = torch.dot(flat, flat * torch.exp(-self.log_variances(u)).index_select(0, self.slice_of_entry))
         of_lambda = torch.dot(self.linear - (a - 1), u) + b * u.exp().sum()
         constant = self.lambdas * (a * math.log(b) - math.lgamma(a)) - 0.5 * self.entries * math.log(2 * math.pi)
-        constant -= 0.5 * self.free_entries * math.log(other_variance)
         found: Tensor = constant - 0.5 * squares - of_lambda
         return found
 
@@ -216,8 +210,8 @@ class Tables(Group):
             self._key, self._tables = key, tables
         return tables
 
-    def log_prob(self, a: float, b: float, other_variance: float) -> Tensor:
-        return total([table.log_prob(a, b, other_variance) for table in self.tables()])
+    def log_prob(self, a: float, b: float, other_variance: float) -> Tensor:  # noqa: ARG002
+        return total([table.log_prob(a, b) for table in self.tables()])
 
     @torch.no_grad()
     def move_(self, move: Move, a: float, floor: float, sweeps: int = 1) -> None:
@@ -253,8 +247,8 @@ class Tables(Group):
 
 
 def group(weights: Mapping[str, FactorizedWeight], held: Mapping[str, Held]) -> Tables | None:
-    """The weights that have bonds as one group; None if there are too few."""
-    bonded = {name: own for name, own in weights.items() if own.equation.bonds}
+    """The weights of which every core has bonds as one group; None if there are too few."""
+    bonded = {name: own for name, own in weights.items() if all(own.equation.powers)}
     on_cpu = all(own.cores[0].device.type == "cpu" for own in bonded.values())
     return Tables(bonded, held) if len(bonded) >= (FEW if on_cpu else 1) else None
 
