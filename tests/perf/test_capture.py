@@ -1,7 +1,5 @@
 """When a step is recorded, replayed or taken as usual; what a GPU does with the recording is in test_cuda.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

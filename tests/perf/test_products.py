@@ -1,7 +1,5 @@
 """Every way to multiply by a train computes the same; what inference keeps follows the cores; weights made together."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 
