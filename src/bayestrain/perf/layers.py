@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -166,26 +166,16 @@ def _weight(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, kept: Kep
 # --- what inference keeps ---------------------------------------------------------------------------------------------
 
 
-class _State(NamedTuple):
-    """The cores from which something was made.
-
-    A change shows in their addresses and version counters. Writing through ``core.data`` hides it from the counter, and
-    so does a fused optimiser: a pass with gradients, and any call of ``train()`` or ``eval()``, forgets. Threads that
-    share a layer may make the same twice, but never mix what belongs to different cores.
-    """
-
-    key: list[tuple[int, int]]
-    cores: list[Tensor]
-    """Held, so that no other tensor comes to lie at their addresses."""
-    kept: Kept
-
-
-_STATES: WeakKeyDictionary[TensorLayer, _State] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[TensorLayer, tuple[object, Cores, Kept]] = WeakKeyDictionary()
+"""Per layer the addresses and version counters of its cores, which show a change; these cores, so that no other tensor
+comes to lie at their addresses; and what was made of them. Writing through ``core.data`` hides a change from the
+counter, and so does a fused optimiser: a pass with gradients, and any call of ``train()`` or ``eval()``, forgets.
+Threads that share a layer may make the same twice, but never mix what belongs to different cores."""
 
 
 def forget(layer: TensorLayer) -> None:
     """Drop what inference keeps for a layer."""
-    _STATES.pop(layer, None)
+    _KEPT.pop(layer, None)
 
 
 def _kept_for(layer: TensorLayer, cores: Cores) -> Kept | None:
@@ -196,10 +186,10 @@ def _kept_for(layer: TensorLayer, cores: Cores) -> Kept | None:
     if any(core.is_inference() for core in cores):  # made in inference mode, which counts no changes
         return None
     key = [(core.data_ptr(), core._version) for core in cores]
-    state = _STATES.get(layer)
-    if state is None or state.key != key:
-        state = _STATES[layer] = _State(key, [core.detach() for core in cores], {})
-    return state.kept
+    known, _, kept = _KEPT.get(layer, (None, (), {}))
+    if known != key:
+        _, _, kept = _KEPT[layer] = key, [core.detach() for core in cores], {}
+    return kept
 
 
 def _once(kept: Kept, name: object, make: Callable[[], Made]) -> Made:

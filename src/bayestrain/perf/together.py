@@ -46,7 +46,8 @@ class Together:
     def weight(self, layer: TensorLayer, train: Train, cores: Collection[Tensor]) -> Tensor | None:
         """The layer's weight, if it is made together with others."""
         like = next(iter(cores))
-        alike = self._layers.setdefault((layer.factorized.layout, like.device, like.dtype), [])
+        kind = layer.factorized.layout, like.device, like.dtype
+        alike = self._layers.setdefault(kind, [])
         if self._noting and layer not in alike:
             alike.append(layer)
         if self._noting or layer not in alike or len(alike) == 1:
@@ -55,13 +56,11 @@ class Together:
         own, made = self._ready.pop(layer, ([], None))
         if made is not None and all(a is b for a, b in zip(own, cores, strict=True)):
             return made
-        cores_now = [cores_of(other.factorized) for other in alike]
-        shapes = tuple(core.shape for own in cores_now for core in own)
-        if shapes not in self._stacks:
-            self._stacks[shapes] = Stacks({other: other.factorized for other in alike})
+        if kind not in self._stacks:
+            self._stacks[kind] = Stacks({other: other.factorized for other in alike})
         with own_precision(like):
-            weights = torch.vmap(trains.dense, (None, 0))(train, self._stacks[shapes]()).unbind()
-        self._ready |= zip(alike, zip(cores_now, weights, strict=True), strict=True)
+            weights = torch.vmap(trains.dense, (None, 0))(train, self._stacks[kind]()).unbind()
+        self._ready |= {other: (cores_of(other.factorized), own) for other, own in zip(alike, weights, strict=True)}
         return self._ready.pop(layer)[1]
 
 
