@@ -1,7 +1,5 @@
 """When a step is recorded, replayed or taken as usual; what a GPU does with the recording is in test_cuda.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -34,6 +32,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recorder: Any = Recorded) -> None:
         monkeypatch.setattr(capture, "can_capture", lambda _: True)
         monkeypatch.setattr(capture, "RecordedStep", recorder)
+        monkeypatch.setattr(capture.Capture, "_aside", lambda _, advance, x, y: advance(x, y))
         self.model = TensorLinear(8, 8, max_rank=2)
         self.prior = RankPrior(self.model, 10, align_every=7)
         self.prior.steps = 70  # alignments are more frequent at first

@@ -1,8 +1,7 @@
 """Every way to multiply by a train computes the same; what inference keeps follows the cores; weights made together."""
 
-from __future__ import annotations
-
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import bayestrain as bt
 from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.nn.fast import fast
 from bayestrain.perf import layers, trains
-from bayestrain.perf.planner import CPU_THREAD, CUDA, HalvesShape, PairedShape, Plan, Task, cheapest, dense_cost
+from bayestrain.perf.planner import CPU_THREAD, CUDA, Task, Train, cheapest, dense_cost
 from bayestrain.perf.stacks import Stacks
 from bayestrain.perf.together import Together
 
@@ -56,30 +55,20 @@ def test_the_fast_pass_is_the_readable_one(kind: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["paired", "padded"])
-def test_every_chain_computes_the_same(kind: str) -> None:
-    own = layer(kind)
-    use, cores = layers.used(own)
-    assert isinstance(use, trains.Paired)
-    x = inputs(own, 7)
-    expected = torch.autograd.grad(F.linear(x, own.weight).square().sum(), [x, *cores])
-    found = {cost.plan for cost in use.shape(cores).costs(Task(7), CPU_THREAD)} - {Plan("whole weight")}
-    assert len(found) == 3  # either of two bonds, and both
-    for plan in found:
-        for batch_first in (True, False):
-            padded = F.pad(x, (0, 24 - x.shape[1]))
-            y = trains.multiply(padded, use.factors(cores, plan, x.dtype), batch_first)[:, : own.out_features]
-            torch.testing.assert_close(y, F.linear(x, own.weight), **CLOSE)
-            torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, *cores]), expected, **CLOSE)
-
-
-def test_many_rows_go_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_chain_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trains, "MANY_ROWS", 8)
     monkeypatch.setattr(trains, "ROWS_AT_ONCE", 3)
-    own = layer("paired")
-    use, cores = layers.used(own)
-    x = inputs(own, 20)
-    y = trains.multiply(x, use.factors(cores, Plan("two factors", (1,)), x.dtype), False)
-    torch.testing.assert_close(y, F.linear(x, own.weight), **CLOSE)
+    own = layer(kind)
+    train, cores = layers.used(own)
+    for rows, cuts, batch_first in product((7, 20), ((1,), (2,), (1, 2)), (True, False)):
+        assert cuts in train.cuts()
+        x = inputs(own, rows)
+        expected = F.linear(x, own.weight)
+        chain = trains.factors(train, cores, cuts)
+        y = trains.multiply(F.pad(x, (0, 24 - x.shape[1])), chain, batch_first)[:, : own.out_features]
+        torch.testing.assert_close(y, expected, **CLOSE)
+        pair = (torch.autograd.grad(out.square().sum(), [x, *cores]) for out in (y, expected))
+        torch.testing.assert_close(*pair, **CLOSE)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -148,27 +137,24 @@ def test_other_formats_and_empty_batches_take_the_readable_way() -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+PAIRED = Train((5, 5, 5, 5), (7, 4, 7, 4), (625, 784))
+
+
 def test_small_ranks_go_through_a_chain_and_large_ones_form_the_weight() -> None:
-    outs, ins = (5, 5, 5, 5), (7, 4, 7, 4)
     for machine in (CPU_THREAD, CUDA):
-        assert cheapest(PairedShape(outs, ins, (1, 20, 400, 20, 1)), Task(128), machine).plan.kind == "whole weight"
-    small = PairedShape(outs, ins, (1, 4, 2, 3, 1))
-    assert cheapest(small, Task(128), CPU_THREAD).plan.kind == "two factors"
-    assert cheapest(small, Task(1, merged=True, training=False), CPU_THREAD).plan.kind == "two factors"
+        assert cheapest(PAIRED, (1, 20, 400, 20, 1), Task(128), machine).cuts == ()
+    for task in (Task(128), Task(1, merged=True, training=False)):
+        assert len(cheapest(PAIRED, (1, 4, 2, 3, 1), task, CPU_THREAD).cuts) == 1
 
 
 def test_a_convolution_has_two_forms_by_its_middle_rank() -> None:
-    def kind(rank: int) -> str:
-        shape = HalvesShape((9, 8, 16, 8, 16), (1, 9, 72, rank, 16, 1), 3, False)
-        return cheapest(shape, Task(8 * 32 * 32), CPU_THREAD).plan.kind
-
-    assert [kind(8), kind(120)] == ["two factors", "whole weight"]
+    train = Train((1, 1, 1, 8, 16), (9, 8, 16, 1, 1), (128, 128, 3, 3), middle=3, inputs_first=True)
+    found = [cheapest(train, (1, 9, 72, rank, 16, 1), Task(8 * 32 * 32), CPU_THREAD).cuts for rank in (8, 120)]
+    assert found == [(3,), ()]
 
 
 def test_a_cheaper_way_costs_less_than_the_dense_layer() -> None:
-    shape = PairedShape((5, 5, 5, 5), (7, 4, 7, 4), (1, 4, 2, 3, 1))
-    dense = dense_cost(625, 784, Task(128), CPU_THREAD)
-    found = cheapest(shape, Task(128), CPU_THREAD)
+    dense, found = dense_cost(625, 784, Task(128), CPU_THREAD), cheapest(PAIRED, (1, 4, 2, 3, 1), Task(128), CPU_THREAD)
     assert found.seconds < dense.seconds
     assert found.operations < dense.operations
     kind, work, ours, theirs = layers.expect(TensorLinear(784, 625, max_rank=2), torch.zeros(128, 784), True)
@@ -179,15 +165,16 @@ def test_a_cheaper_way_costs_less_than_the_dense_layer() -> None:
 
 
 def test_stacks_pad_with_zeros_and_pass_gradients_on() -> None:
-    groups = [[torch.randn(2, 3), torch.randn(4, 1)], [torch.randn(5)]]
-    tensors = [tensor.requires_grad_() for group in groups for tensor in group]
-    first, second = Stacks([[t.shape for t in group] for group in groups], torch.device("cpu"))(tensors)
-    assert (first.shape, second.shape) == ((2, 4, 3), (1, 5))
-    assert torch.equal(first[0, :2], tensors[0])
-    assert not first[0, 2:].any()
-    assert torch.equal(first[1, :, :1], tensors[1])
-    (first.sum() + 2 * second.sum()).backward()
-    assert [float(t.grad.sum()) for t in tensors] == [6.0, 4.0, 10.0]
+    weights = {rank: TensorLinear(size, 6, layout="split", max_rank=rank).factorized for rank, size in ((2, 8), (3, 6))}
+    stacks = Stacks(weights)
+    stacked = stacks()
+    assert [len(stack) for stack in stacked] == [2] * len(weights[2].cores)
+    for name, cores in stacks.apart(stacked).items():
+        assert all(map(torch.equal, cores, weights[name].cores))
+    assert sum(stack.count_nonzero() for stack in stacked) == sum(weight.numel for weight in weights.values())
+    sum((k + 1) * stack.sum() for k, stack in enumerate(stacked)).backward()
+    for weight in weights.values():
+        assert all((core.grad == k + 1).all() for k, core in enumerate(weight.cores))
 
 
 def test_weights_made_together_are_those_made_one_by_one() -> None:

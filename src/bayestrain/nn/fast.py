@@ -14,8 +14,8 @@ from bayestrain.errors import BayesTrainError
 
 @lru_cache(maxsize=1)
 def fast() -> Any:
-    """What `bayestrain.perf` registered, or None where it is switched off."""
+    """The room `bayestrain.perf`, or None where it is switched off."""
     wanted = os.environ.get("BAYESTRAIN_PERF", "1")
     if wanted not in ("0", "1"):
         raise BayesTrainError(f"BAYESTRAIN_PERF must be 0 or 1, got {wanted!r}.")
-    return import_module("bayestrain.perf").FAST if wanted == "1" else None
+    return import_module("bayestrain.perf") if wanted == "1" else None

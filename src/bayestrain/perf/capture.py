@@ -1,7 +1,5 @@
 """A training step as a CUDA graph: hundreds of small kernels launched at once instead of one by one."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -27,74 +25,6 @@ def can_capture(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-class Capture:
-    """Takes the steps of a loop: ordinary ones at first, then one is recorded, and those like it are replayed.
-
-    What a step reads and changes (parameters, lambda, the optimiser's state) must stay where it is in memory; whoever
-    moves it calls `forget`. The tensors a step returns are overwritten by the next one.
-    """
-
-    def __init__(self) -> None:
-        self.recorded: RecordedStep | None = None
-        self.refused = False
-        """Whether recording has failed; it is not tried again."""
-        self._settled: Counter[torch.Size] = Counter()
-        """Ordinary steps since the last `forget`, by the shape of the batch."""
-        self._side: torch.cuda.Stream | None = None
-        """Where steps settle and are recorded: libraries keep handles and workspaces per stream and thread."""
-        self._together = Together()
-
-    def forget(self) -> None:
-        """Record again, after some ordinary steps: shapes or places in memory have changed."""
-        self.recorded, self._settled, self._together = None, Counter(), Together()
-
-    def step(
-        self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
-    ) -> tuple[Tensor, ...]:
-        """Take the step ``advance(x, y)``, which ends with ``prior.step()`` if there is a prior."""
-        if (prior is not None and prior.aligns_next) or self.refused or not can_capture(optimizer):
-            return advance(x, y)
-        if self.recorded is None and self._settled[x.shape] >= SETTLED:
-            self._record(advance, x, y, prior, optimizer)
-        if self.recorded is None or not self.recorded.fits(x, y):
-            self._settled[x.shape] += 1
-            return self._aside(advance, x, y)
-        if prior is not None:
-            prior.steps += 1  # everything else that a step changes is on the device
-        return self.recorded.replay(x, y)
-
-    def _aside(self, advance: Step, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """An ordinary step on the stream on which one will be recorded."""
-        if not x.is_cuda:
-            with self._together():
-                return advance(x, y)
-        self._side = self._side or torch.cuda.Stream(x.device)
-        current = torch.cuda.current_stream(x.device)
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side), self._together():
-            found = advance(x, y)
-        current.wait_stream(self._side)
-        return found
-
-    def _record(
-        self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
-    ) -> None:
-        counted = 0 if prior is None else prior.steps
-        try:
-            with self._together():
-                self.recorded = RecordedStep(advance, x, y, self._side)
-        except RuntimeError as error:
-            self.refused = True
-            optimizer.zero_grad()  # half a step has left gradients that were never computed
-            warnings.warn(
-                f"This step cannot be captured in a CUDA graph. Training continues, but is slower: {error}",
-                CaptureWarning,
-                stacklevel=4,
-            )
-        if prior is not None:
-            prior.steps = counted  # the step was recorded but not taken
-
-
 class RecordedStep:
     """One step, recorded without being taken; `replay` takes it for another batch of the same shape."""
 
@@ -117,9 +47,7 @@ class RecordedStep:
 
     def fits(self, x: Tensor, y: Tensor) -> bool:
         """Whether a batch has the shapes and types that were recorded."""
-        return all(
-            new.shape == own.shape and new.dtype == own.dtype for new, own in zip((x, y), (self.x, self.y), strict=True)
-        )
+        return (x.shape, x.dtype, y.shape, y.dtype) == (self.x.shape, self.x.dtype, self.y.shape, self.y.dtype)
 
     def replay(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """Take the step; the next replay overwrites the tensors returned."""
@@ -127,3 +55,67 @@ class RecordedStep:
         self.y.copy_(y)
         self.graph.replay()
         return self.results
+
+
+class Capture:
+    """Takes the steps of a loop: ordinary ones at first, then one is recorded, and those like it are replayed.
+
+    What a step reads and changes (parameters, lambda, the optimiser's state) must stay where it is in memory; whoever
+    moves it calls `forget`. The tensors a step returns are overwritten by the next one.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+        """Whether recording has failed; it is not tried again."""
+        self.side: torch.cuda.Stream | None = None
+        """Where steps settle and are recorded: libraries keep handles and workspaces per stream and thread."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Record again, after some ordinary steps: shapes or places in memory have changed."""
+        self.recorded: RecordedStep | None = None
+        self._together = Together()
+        self._settled: Counter[torch.Size] = Counter()
+        """Ordinary steps by the shape of the batch."""
+
+    def step(
+        self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
+    ) -> tuple[Tensor, ...]:
+        """Take the step ``advance(x, y)``, which ends with ``prior.step()`` if there is a prior."""
+        if (prior is not None and prior.aligns_next) or self.refused or not can_capture(optimizer):
+            return advance(x, y)
+        if self.recorded is None and self._settled[x.shape] >= SETTLED:
+            self._record(advance, x, y, prior, optimizer)
+        if self.recorded is None or not self.recorded.fits(x, y):
+            self._settled[x.shape] += 1
+            return self._aside(advance, x, y)
+        if prior is not None:
+            prior.steps += 1  # everything else that a step changes is on the device
+        return self.recorded.replay(x, y)
+
+    def _aside(self, advance: Step, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """An ordinary step on the stream on which one will be recorded."""
+        self.side, current = self.side or torch.cuda.Stream(x.device), torch.cuda.current_stream(x.device)
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side), self._together():
+            found = advance(x, y)
+        current.wait_stream(self.side)
+        return found
+
+    def _record(
+        self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
+    ) -> None:
+        counted = 0 if prior is None else prior.steps
+        try:
+            with self._together():
+                self.recorded = RecordedStep(advance, x, y, self.side)
+        except RuntimeError as error:
+            self.refused = True
+            optimizer.zero_grad()  # half a step has left gradients that were never computed
+            warnings.warn(
+                f"This step cannot be captured in a CUDA graph. Training continues, but is slower: {error}",
+                CaptureWarning,
+                stacklevel=4,
+            )
+        if prior is not None:
+            prior.steps = counted  # the step was recorded but not taken

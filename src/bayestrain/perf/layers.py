@@ -1,7 +1,5 @@
 """The fast forward passes of linear layers and convolutions whose weight is a train."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -16,10 +14,13 @@ from torch.autograd import forward_ad
 from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.nn.precision import autocasts, own_precision, product_dtype
 from bayestrain.perf import planner, together, trains
-from bayestrain.perf.planner import Machine, Task
-from bayestrain.perf.trains import Halves, Use
+from bayestrain.perf.planner import Machine, Task, Train
 
 Made = TypeVar("Made")
+Cores = Collection[Tensor]
+Run = Callable[[Tensor], Tensor]
+Kept = dict[object, Any]
+"""What inference made of the current cores, by name."""
 
 MOST_KEPT = 256
 """Kinds of inputs for which a layer keeps how it runs them."""
@@ -30,41 +31,33 @@ FILTERS_ON_CUDA = 8
 
 def multiply(layer: TensorLayer, x: Tensor) -> Tensor | None:
     """The layer's output, or None where only the readable code applies."""
-    if isinstance(layer, TensorLinear):
-        return linear(layer, x)
-    return conv2d(layer, x) if isinstance(layer, TensorConv2d) else None
-
-
-def linear(layer: TensorLinear, x: Tensor) -> Tensor | None:
-    """The layer's output, or None."""
-    use, cores = used(layer)
-    if use is None or not x.numel() or not (x.dtype == next(iter(cores)).dtype or autocasts(x)):
+    train, cores = used(layer)
+    if train is None or not x.numel() or not (x.dtype == next(iter(cores)).dtype or autocasts(x)):
         return None
+    run_for = _convolution if train.inputs_first else _linear
     kept = _kept_for(layer, cores)
     if kept is None:
-        return _linear(layer, x, use, cores, None)(x)
-    kind = (x.shape[:-1], x.dtype, product_dtype(x))
-    return kept.get(kind, lambda: _linear(layer, x, use, cores, kept))(x)
+        return run_for(layer, x, train, cores, None)(x)
+    kind = (x.shape, x.dtype, product_dtype(x), _channels_last(x))
+    return _once(kept, kind, lambda: run_for(layer, x, train, cores, kept))(x)
 
 
-def _linear(
-    layer: TensorLinear, x: Tensor, use: Use, cores: Collection[Tensor], kept: Kept | None
-) -> Callable[[Tensor], Tensor]:
+def _linear(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Run:
     """How to run inputs like this one, with everything merged that depends on the cores alone."""
     task, machine = _asked(layer, x, cores, kept is not None)
-    plan, dtype, bias = planner.cheapest(use.shape(cores), task, machine).plan, product_dtype(x), layer.bias
-    if plan.kind == "whole weight":
-        weight = _weight(layer, x, use, cores, kept)
+    cuts, dtype, bias = planner.cheapest(train, trains.ranks(cores), task, machine).cuts, product_dtype(x), layer.bias
+    if not cuts:
+        weight = _weight(layer, x, train, cores, kept)
         if x.ndim == 2 and x.device.type == "cpu" and weight.numel() >= x.numel() and transformed():
             return lambda x: _transposed(x, weight, bias)
         return lambda x: F.linear(x, weight, bias)
-    if isinstance(use, Halves):
-        inner, outer = _made(kept, "two factors", x, lambda: use.factors(cores))
+    if train.middle:
+        inner, outer = _made(kept, cuts, x, lambda: trains.halves(train, cores))
         return lambda x: F.linear(F.linear(x, inner), outer, bias)
-    chain = _made(kept, (plan, dtype), x, lambda: use.factors(cores, plan, dtype))
-    inside, outputs = math.prod(use.ins), layer.out_features
+    chain = _made(kept, (cuts, dtype), x, lambda: trains.factors(train, cores, cuts, dtype))
+    inside, outputs = math.prod(train.ins), layer.out_features
     batch_first = task.rows < trains.FEW_ROWS or transformed()
-    if x.ndim == 2 and x.dtype == dtype and (math.prod(use.outs), inside) == use.features and not autocasts(x):
+    if x.ndim == 2 and x.dtype == dtype and (math.prod(train.outs), inside) == train.shape and not autocasts(x):
         if bias is None:
             return lambda x: trains.multiply(x, chain, batch_first)
         return lambda x: trains.multiply(x, chain, batch_first) + bias
@@ -85,32 +78,20 @@ def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def conv2d(layer: TensorConv2d, x: Tensor) -> Tensor | None:
-    """The layer's output, or None."""
-    use, cores = used(layer)
-    if not isinstance(use, Halves):
-        return None
-    kept = _kept_for(layer, cores)
-    if kept is None:
-        return layer.run(x, _kernels(layer, x, use, cores, None))
-    kind = (x.shape, x.dtype, product_dtype(x), _channels_last(x))
-    return layer.run(x, kept.get(kind, lambda: _kernels(layer, x, use, cores, kept)))
-
-
-def _kernels(layer: TensorConv2d, x: Tensor, use: Halves, cores: Collection[Tensor], kept: Kept | None) -> list[Tensor]:
-    """The whole kernel, or two thin ones, in the memory format of the input."""
-    if planner.cheapest(use.shape(cores), *_asked(layer, x, cores, kept is not None)).plan.kind == "whole weight":
-        return [_in_format(x, _weight(layer, x, use, cores, kept))]
-    first, second = _made(kept, "two factors", x, lambda: use.factors(cores))
-    if x.is_cuda and (missing := -len(first) % FILTERS_ON_CUDA):
-        first, second = F.pad(first, (0, 0, 0, missing)), F.pad(second, (0, missing))
-    return [_in_format(x, use.as_kernel(first)), _in_format(x, second[:, :, None, None])]
-
-
-def _in_format(x: Tensor, kernel: Tensor) -> Tensor:
-    """The kernel in the memory format of the input, which decides that of the output."""
-    # A 1x1 kernel is contiguous in both formats; only its strides distinguish them.
-    return kernel if _channels_last(x) else kernel.reshape(len(kernel), -1).view(kernel.shape)
+def _convolution(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Run:
+    """How to run inputs like this one: with the whole kernel, or two thin ones, in the memory format of the input."""
+    task, machine = _asked(layer, x, cores, kept is not None)
+    if not planner.cheapest(train, trains.ranks(cores), task, machine).cuts:
+        kernels = [_weight(layer, x, train, cores, kept)]
+    else:
+        first, second = _made(kept, "halves", x, lambda: trains.halves(train, cores))
+        if x.is_cuda and (missing := -len(first) % FILTERS_ON_CUDA):
+            first, second = F.pad(first, (0, 0, 0, missing)), F.pad(second, (0, missing))
+        kernels = [trains.as_kernel(train, first), second[:, :, None, None]]
+    if not _channels_last(x):
+        # A 1x1 kernel is contiguous in both formats; only its strides distinguish them.
+        kernels = [kernel.reshape(len(kernel), -1).view(kernel.shape) for kernel in kernels]
+    return lambda x: layer.run(x, kernels)
 
 
 def _channels_last(x: Tensor) -> bool:
@@ -124,48 +105,50 @@ def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, f
 
     Predicted; None where there is no prediction.
     """
-    use, cores = used(layer)
-    if use is None:
+    train, cores = used(layer)
+    if train is None:
         return None
     with torch.set_grad_enabled(training):
         task, machine = _asked(layer, x, cores, merged=not training)
-    found = planner.cheapest(use.shape(cores), task, machine)
+    found = planner.cheapest(train, trains.ranks(cores), task, machine)
     outputs, *inputs = layer.factorized.shape
     dense = planner.dense_cost(outputs, math.prod(inputs), task, machine)
-    thin = isinstance(layer, TensorConv2d) and found.plan.kind == "two factors"
-    kind = "two convolutions" if thin else found.plan.kind
-    return kind, found.operations / dense.operations, found.seconds, dense.seconds
+    kinds = "whole weight", "two convolutions" if train.inputs_first else "two factors", "core by core"
+    return kinds[min(len(found.cuts), 2)], found.operations / dense.operations, found.seconds, dense.seconds
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def used(layer: TensorLayer) -> tuple[Use | None, Collection[Tensor]]:
-    """How the layer's weight can be used, and its current cores; None if it is not a train."""
+def used(layer: TensorLayer) -> tuple[Train | None, Cores]:
+    """The train that is the layer's weight, and its current cores; None where the fast code does not apply."""
     weight: Any = layer._modules["factorized"]
     cores = weight._modules["cores"]._parameters.values()  # as attributes they would take longer to read
-    if type(weight) is not FactorizedWeight or weight.format.name != "tt" or len(cores) != len(weight.equation.cores):
+    known = isinstance(layer, TensorLinear | TensorConv2d) and type(weight) is FactorizedWeight
+    if not known or weight.format.name != "tt" or len(cores) != len(weight.equation.cores):
         return None, cores  # parametrised cores, for one, are no parameters
-    return trains.use_of(weight.layout), cores
+    return trains.train_of(weight.layout), cores
 
 
-def _asked(layer: TensorLayer, x: Tensor, cores: Collection[Tensor], merged: bool) -> tuple[Task, Machine]:
+def _asked(layer: TensorLayer, x: Tensor, cores: Cores, merged: bool) -> tuple[Task, Machine]:
     """What this input asks of a layer, and on which machine."""
-    conv, kind, dtype = isinstance(layer, TensorConv2d), x.device.type, product_dtype(x)
+    conv, cuda, dtype = isinstance(layer, TensorConv2d), x.is_cuda, product_dtype(x)
     rows = x.numel() // layer.factorized.shape[1] // (math.prod(layer.stride) if conv else 1)  # type: ignore[arg-type]
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, layer.bias, *cores))
-    tf32 = kind == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    task = Task(max(1, rows), dtype.itemsize, trains, merged)
-    return task, _machine(kind, dtype, tf32, torch.get_num_threads(), conv)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, layer.bias, *cores))
+    tf32 = cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    threads = 1 if cuda else torch.get_num_threads()
+    return Task(max(1, rows), dtype.itemsize, training, merged), _machine(cuda, conv, dtype, tf32, threads)
 
 
 @lru_cache(maxsize=64)
-def _machine(kind: str, dtype: torch.dtype, tf32: bool, threads: int, conv: bool) -> Machine:
-    if kind != "cuda":
-        found = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD
-        return found.faster(threads * (0.5 if dtype == torch.float64 else 1.0))
-    half = dtype in (torch.bfloat16, torch.half)
-    return (planner.CUDA_CONV if conv else planner.CUDA).faster(2.0 if half else 1.0 if tf32 else 0.15)
+def _machine(cuda: bool, conv: bool, dtype: torch.dtype, tf32: bool, threads: int) -> Machine:
+    if cuda:
+        machine = planner.CUDA_CONV if conv else planner.CUDA
+        times = 2.0 if dtype in (torch.bfloat16, torch.half) else 1.0 if tf32 else 0.15
+    else:
+        machine = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD
+        times = threads * (0.5 if dtype == torch.float64 else 1.0)
+    return machine._replace(rate=machine.rate * times)
 
 
 def transformed() -> bool:
@@ -173,40 +156,21 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _weight(layer: TensorLayer, x: Tensor, use: Use, cores: Collection[Tensor], kept: Kept | None) -> Tensor:
+def _weight(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Tensor:
     """The whole weight, in the precision of the cores: kept, materialised together with others, or by itself."""
-    if kept is None and not transformed() and (weight := together.weight(layer, use, cores)) is not None:
+    if kept is None and not transformed() and (weight := together.weight(layer, train, cores)) is not None:
         return weight
-    return _made(kept, "whole weight", x, lambda: use.dense(cores))
+    return _made(kept, "whole weight", x, lambda: trains.dense(train, cores))
 
 
 # --- what inference keeps ---------------------------------------------------------------------------------------------
 
 
-class Kept:
-    """What inference made of cores that have not changed since; cores that have changed get a new one.
-
-    A change shows in the addresses and version counters of the cores. Writing through ``core.data`` hides it from the
-    counter, and so does a fused optimiser: a pass with gradients, and any call of ``train()`` or ``eval()``, forgets.
-    Threads that share a layer may make the same twice, but never mix what belongs to different cores.
-    """
-
-    def __init__(self, key: list[int], cores: Collection[Tensor]) -> None:
-        self.key = key
-        self._held = [core.detach() for core in cores]  # so that no other tensor comes to lie at their addresses
-        self._made: dict[object, Any] = {}
-
-    def get(self, name: object, make: Callable[[], Made]) -> Made:
-        """What `make` returns, made once for each name."""
-        found = self._made.get(name)
-        if found is None:
-            if len(self._made) >= MOST_KEPT:
-                self._made.clear()
-            found = self._made[name] = make()
-        return found
-
-
-_KEPT: WeakKeyDictionary[TensorLayer, Kept] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[TensorLayer, tuple[object, Cores, Kept]] = WeakKeyDictionary()
+"""Per layer the addresses and version counters of its cores, which show a change; these cores, so that no other tensor
+comes to lie at their addresses; and what was made of them. Writing through ``core.data`` hides a change from the
+counter, and so does a fused optimiser: a pass with gradients, and any call of ``train()`` or ``eval()``, forgets.
+Threads that share a layer may make the same twice, but never mix what belongs to different cores."""
 
 
 def forget(layer: TensorLayer) -> None:
@@ -214,23 +178,30 @@ def forget(layer: TensorLayer) -> None:
     _KEPT.pop(layer, None)
 
 
-def _kept_for(layer: TensorLayer, cores: Collection[Tensor]) -> Kept | None:
+def _kept_for(layer: TensorLayer, cores: Cores) -> Kept | None:
     """What may be used again and added to; None where nothing may be kept."""
     if layer.training or torch.is_grad_enabled() or transformed():
         forget(layer)
         return None
-    key: list[int] = []
-    for core in cores:
-        if core.is_inference():  # made in inference mode, which counts no changes
-            return None
-        key += (core.data_ptr(), core._version)
-    kept = _KEPT.get(layer)
-    if kept is None or kept.key != key:
-        kept = _KEPT[layer] = Kept(key, cores)
+    if any(core.is_inference() for core in cores):  # made in inference mode, which counts no changes
+        return None
+    key = [(core.data_ptr(), core._version) for core in cores]
+    known, _, kept = _KEPT.get(layer, (None, (), {}))
+    if known != key:
+        _, _, kept = _KEPT[layer] = key, [core.detach() for core in cores], {}
     return kept
+
+
+def _once(kept: Kept, name: object, make: Callable[[], Made]) -> Made:
+    found: Made | None = kept.get(name)
+    if found is None:
+        if len(kept) >= MOST_KEPT:
+            kept.clear()
+        found = kept[name] = make()
+    return found
 
 
 def _made(kept: Kept | None, name: object, x: Tensor, make: Callable[[], Made]) -> Made:
     """What `make` returns without autocast, kept if that may be."""
     with own_precision(x):
-        return make() if kept is None else kept.get(name, make)
+        return make() if kept is None else _once(kept, name, make)

@@ -1,12 +1,12 @@
 """How much memory the particles of a posterior will take, measured on one of them before training starts."""
 
-from __future__ import annotations
-
 import ctypes
+import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,16 +59,9 @@ class MemoryEstimate:
         free = "" if self.available is None else f" of {_size(self.available)} free"
         return (
             f"{self.particles} particles need about {_size(self.total)}{free}: {_size(self.held)} for weights, "
-            f"gradients and the optimiser, {_size(self.chunk * self.per_particle)} for activations of {self.chunk} "
-            "particles at a time"
+            f"gradients and the optimiser, {_size(self.total - self.held)} for activations of {self.chunk} particles "
+            "at a time"
         )
-
-
-class Activations(NamedTuple):
-    """What one particle's pass through the network and back takes: bytes, and the entries of its largest tensor."""
-
-    bytes: int
-    entries: int
 
 
 class _Largest(TorchDispatchMode):
@@ -81,13 +74,12 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
-            self.bytes = max(self.bytes, int(made.numel() * made.element_size()))
-            self.entries = max(self.entries, int(made.numel()))
+            self.bytes, self.entries = max(self.bytes, made.nbytes), max(self.entries, made.numel())
         return made
 
 
-def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.device) -> Activations:
-    """What the forward pass `run` takes, with what it saves for a backward pass.
+def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
+    """The bytes that the pass `run` and its backward pass take, and the entries of the largest tensor.
 
     Tensors in `own`, such as parameters and inputs, do not count. Random numbers are drawn as if it had not run.
     """
@@ -99,15 +91,14 @@ def activations(run: Callable[[], object], own: Iterable[Tensor], device: torch.
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 saved[storage.data_ptr()] = storage.nbytes()
-        # A node that saved the tensor itself would be kept alive by it, and keep it alive, for ever.
-        return tensor.detach()
+        return tensor.detach()  # a node that saved the tensor itself and that tensor would keep each other alive
 
     devices = [device] if device.type == "cuda" else []
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed)
     with torch.enable_grad(), torch.random.fork_rng(devices=devices), hooks, _Largest() as largest:
         result = run()
     del result  # only now: while the graph is alive, no two saved tensors lie at one address
-    return Activations(BACKWARD * (sum(saved.values()) + largest.bytes), largest.entries)
+    return BACKWARD * (sum(saved.values()) + largest.bytes), largest.entries
 
 
 @torch.no_grad()
@@ -140,52 +131,46 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def choose_chunk(
-    n: int, held: int, allocated: int, one: Activations, model: nn.Module, device: torch.device, chunk: int | None
+    n: int, held: int, allocated: int, one: tuple[int, int], model: nn.Module, device: torch.device, chunk: int | None
 ) -> MemoryEstimate:
-    """Choose how many particles go through the network at once; raise `ConfigError` if they cannot fit.
+    """Choose how many of n particles go through the network at once; raise `ConfigError` if they cannot fit.
 
     Args:
-        n: particles of `model`.
         held: bytes that all particles' weights, gradients and optimiser state take; `allocated` of them already do.
-        one: what one particle's pass takes.
+        one: the `activations` of one particle.
         chunk: the user's choice, or None to find one.
     """
-    available, per_particle = available_bytes(device), max(one.bytes, 1)
-    free = None if available is None else int(available * RESERVE) - (held - allocated)
+    available, (size, entries) = available_bytes(device), one
+    free = math.inf if available is None else available * RESERVE - (held - allocated)
+    fitting = free / max(size, 1)
     if chunk is None:
         convolving = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in model.modules())
-        busy = device.type == "cuda" and convolving and one.bytes > BUSY
-        wanted = CACHE // per_particle if device.type == "cpu" else 1 if busy else n
-        fitting = n if free is None else free // per_particle
-        chunk = max(1, min(n, wanted, fitting, MOST_ENTRIES // max(one.entries, 1)))
-    estimate = MemoryEstimate(n, held, one.bytes, min(chunk, n), available)
-    if free is None or available is None or estimate.chunk * one.bytes <= free:
+        busy = device.type == "cuda" and convolving and size > BUSY
+        wanted = CACHE // max(size, 1) if device.type == "cpu" else 1 if busy else n
+        chunk = int(max(1, min(n, wanted, fitting, MOST_ENTRIES // max(entries, 1))))
+    estimate = MemoryEstimate(n, held, size, min(chunk, n), available)
+    if estimate.chunk <= fitting:
         return estimate
-    if free >= per_particle:
-        advice = f"Use chunk={free // per_particle}, or leave chunk out."
+    most = int((free + held - size) // max(held // n, 1))
+    if fitting >= 1:
+        advice = f"Use chunk={int(fitting)}, or leave chunk out."
     else:
-        most = int((available * RESERVE + allocated - one.bytes) // max(held // n, 1))
         advice = f"Use at most {most} particles." if most >= 2 else "Use smaller batches, or a smaller network."
     raise ConfigError(f"This cannot fit: {estimate}. {advice}")
 
 
-def retain_freed_memory() -> bool:
-    """Let this process keep the memory it frees, where the C library is glibc; returns whether that was possible.
+def retain_freed_memory() -> None:
+    """Let this process keep the memory it frees, where the C library is glibc.
 
     By default glibc returns a large block to the system as soon as it is freed, and the next training step pays for it
     again, page by page: a step of 20 particles on MNIST takes 1.4 times as long.
     """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return False
     trim_threshold, mmap_threshold = -1, -3  # from malloc.h; the second one takes at most 32 MiB
-    return bool(mallopt(trim_threshold, 2**31 - 1) and mallopt(mmap_threshold, 1 << 25))
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 1 << 25)
 
 
-def _size(count: float) -> str:
-    for unit in ("bytes", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.1f} GB"
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -5,19 +5,19 @@ A deep network of small factorised layers spends its time on a GPU launching ope
 may differ: cores are padded with zeros, which changes nothing.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayestrain.nn import TensorLayer
 from bayestrain.nn.precision import own_precision
-from bayestrain.perf.stacks import Stacks
-from bayestrain.perf.trains import Use
+from bayestrain.perf import trains
+from bayestrain.perf.planner import Train
+from bayestrain.perf.stacks import Stacks, cores_of
 
 
 class Together:
@@ -43,10 +43,11 @@ class Together:
             _ACTIVE.reset(token)
             self._ready.clear()
 
-    def weight(self, layer: TensorLayer, use: Use, cores: Collection[Tensor]) -> Tensor | None:
+    def weight(self, layer: TensorLayer, train: Train, cores: Collection[Tensor]) -> Tensor | None:
         """The layer's weight, if it is made together with others."""
         like = next(iter(cores))
-        alike = self._layers.setdefault((layer.factorized.layout, like.device, like.dtype), [])
+        kind = layer.factorized.layout, like.device, like.dtype
+        alike = self._layers.setdefault(kind, [])
         if self._noting and layer not in alike:
             alike.append(layer)
         if self._noting or layer not in alike or len(alike) == 1:
@@ -55,29 +56,21 @@ class Together:
         own, made = self._ready.pop(layer, ([], None))
         if made is not None and all(a is b for a, b in zip(own, cores, strict=True)):
             return made
-        now = [list(other.cores) for other in alike]
-        self._ready |= zip(alike, zip(now, self._weights(use, now), strict=True), strict=True)
+        if kind not in self._stacks:
+            self._stacks[kind] = Stacks({other: other.factorized for other in alike})
+        with own_precision(like):
+            weights = torch.vmap(trains.dense, (None, 0))(train, self._stacks[kind]()).unbind()
+        self._ready |= {other: (cores_of(other.factorized), own) for other, own in zip(alike, weights, strict=True)}
         return self._ready.pop(layer)[1]
-
-    def _weights(self, use: Use, layers: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """The weight of every layer, from the cores of each."""
-        places = list(zip(*layers, strict=True))
-        shapes = tuple(tuple(core.shape for core in cores) for cores in places)
-        if shapes not in self._stacks:
-            self._stacks[shapes] = Stacks(shapes, places[0][0].device)
-        with own_precision(places[0][0]):
-            stacks = self._stacks[shapes]([core for cores in places for core in cores])
-            made: Tensor = torch.vmap(lambda *cores: use.dense(cores))(*stacks)
-        return made.unbind()
 
 
 _ACTIVE: ContextVar[Together | None] = ContextVar("together", default=None)
 
 
-def weight(layer: TensorLayer, use: Use, cores: Collection[Tensor]) -> Tensor | None:
-    """The layer's weight, if this step makes it together with others."""
+def weight(*layer: Any) -> Tensor | None:
+    """`Together.weight` of this step, if it makes weights together."""
     active = _ACTIVE.get()
     # Checkpointed parts run again in the backward pass and must then do the same as before.
     if active is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    return active.weight(layer, use, cores)
+    return active.weight(*layer)

@@ -6,20 +6,19 @@ needs, so nothing is permuted on the way. The batch is the last axis of the stat
 fewer, or for few rows the first, which needs no copies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayestrain.nn.layout import Layout
-from bayestrain.perf.planner import HalvesShape, PairedShape, Plan
+from bayestrain.perf.planner import Train
+
+Factor = tuple[Tensor, int]
+"""One product of a chain: a matrix ``(n, K)``, and how many slices ``(K, any)`` of the state it multiplies."""
 
 FEW_ROWS = 16
 """With fewer rows than this a chain keeps the batch as its first axis."""
@@ -28,93 +27,61 @@ MANY_ROWS, ROWS_AT_ONCE = 1024, 256
 """With more rows than the first a chain on a CPU takes so many at a time: what lies between products stays in cache."""
 
 
-class Factor(NamedTuple):
-    """One product of a chain: `matrix` ``(n, K)`` times each of `batch` slices ``(K, any)`` of the state."""
-
-    matrix: Tensor
-    batch: int
-
-
-@dataclass(frozen=True)
-class Paired:
-    """A train whose mode k fuses factor k of the outputs with factor k of the inputs."""
-
-    outs: tuple[int, ...]
-    ins: tuple[int, ...]
-    features: tuple[int, int]
-    """Outputs and inputs without padding."""
-
-    def shape(self, cores: Collection[Tensor]) -> PairedShape:
-        """What the planner needs to know of these cores."""
-        return PairedShape(self.outs, self.ins, _ranks(cores))
-
-    def factors(self, cores: Collection[Tensor], plan: Plan, dtype: torch.dtype) -> list[Factor]:
-        """The factors of a chain for products of this type, in the order in which they act."""
-        four_way, batch, found = self._four_way(cores), math.prod(self.ins), []
-        for a, b in reversed(list(pairwise((0, *plan.cuts, len(four_way))))):
-            run = _merged(four_way[a:b])
-            batch //= run.shape[2]  # a factor acts once for each input that is left to do
-            found.append(Factor(run.reshape(run.shape[0] * run.shape[1], -1).to(dtype), batch))
-        return found
-
-    def dense(self, cores: Collection[Tensor]) -> Tensor:
-        """The whole weight."""
-        return _cut(_merged(self._four_way(cores)).squeeze((0, 3)), *self.features)
-
-    def _four_way(self, cores: Collection[Tensor]) -> list[Tensor]:
-        """The cores as ``(left, out, in, right)``."""
-        own = zip(_three_way(cores), self.outs, self.ins, strict=True)
-        return [core.reshape(core.shape[0], m, j, core.shape[2]) for core, m, j in own]
-
-
-@dataclass(frozen=True)
-class Halves:
-    """A train with all modes of the outputs on one side of a bond: a convolution's, or one of the split layout."""
-
-    cut: int
-    outputs_first: bool
-    weight_shape: tuple[int, ...]
-
-    def shape(self, cores: Collection[Tensor]) -> HalvesShape:
-        """What the planner needs to know of these cores."""
-        return HalvesShape(tuple(c.shape[1] for c in _three_way(cores)), _ranks(cores), self.cut, self.outputs_first)
-
-    def factors(self, cores: Collection[Tensor]) -> tuple[Tensor, Tensor]:
-        """The weight as two thin ones, ``(rank, taps * inputs)`` and ``(outputs, rank)``, without padding."""
-        four_way = [core[:, :, None] for core in _three_way(cores)]
-        first, second = _merged(four_way[: self.cut])[0, :, 0], _merged(four_way[self.cut :])[:, :, 0, 0]
-        (outputs, inputs, *taps), rank = self.weight_shape, first.shape[1]
-        if self.outputs_first:
-            return _cut(second, rank, inputs), _cut(first, outputs, rank)
-        rows = rank * math.prod(taps)
-        return _cut(first.mT.reshape(rows, -1), rows, inputs).reshape(rank, -1), _cut(second.mT, outputs, rank)
-
-    def dense(self, cores: Collection[Tensor]) -> Tensor:
-        """The whole weight; a kernel lies channels-last in memory."""
-        inner, outer = self.factors(cores)
-        return self.as_kernel(outer @ inner)
-
-    def as_kernel(self, flat: Tensor) -> Tensor:
-        """``(any, taps * inputs)`` in the shape of a weight with so many outputs."""
-        _, inputs, *taps = self.weight_shape
-        return flat.reshape(-1, *taps, inputs).permute(0, 3, 1, 2) if taps else flat
-
-
-Use = Paired | Halves
-
-
 @lru_cache(maxsize=1024)
-def use_of(layout: Layout) -> Use | None:
-    """How a train folded like this can be used; None leaves it to the readable code."""
-    outs, ins = len(layout.splits[0]), len(layout.splits[1])
-    if layout.shape == layout.axes and layout.modes == tuple((k, outs + k) for k in range(outs)):
-        return Paired(layout.splits[0], layout.splits[1], (layout.shape[0], layout.shape[1]))
-    if layout.shape == layout.axes and layout.modes == tuple((k,) for k in range(outs + ins)):
-        return Halves(outs, True, layout.shape)
-    taps_first = (outs + ins, *range(outs, outs + ins), *range(outs))
-    if len(layout.shape) == 4 and layout.modes == tuple((k,) for k in taps_first):
-        return Halves(1 + ins, False, layout.shape)
+def train_of(layout: Layout) -> Train | None:
+    """The modes of a train that is folded like this; None leaves it to the readable code."""
+    (outs, ins, *_), modes, shape = layout.splits, layout.modes, layout.shape
+    d, e, ones = len(outs), len(ins), (1,) * len(layout.factors)
+    if shape == layout.axes and modes == tuple((k, d + k) for k in range(d)):
+        return Train(outs, ins, shape)
+    if shape == layout.axes and modes == tuple((k,) for k in range(d + e)):
+        return Train((*outs, *ones[d:]), (*ones[:d], *ins), shape, d)
+    if len(shape) == 4 and modes == tuple((k,) for k in (d + e, *range(d, d + e), *range(d))):
+        return Train((*ones[d:], *outs), (*layout.splits[2], *ins, *ones[:d]), shape, 1 + e, inputs_first=True)
     return None
+
+
+def ranks(cores: Collection[Tensor]) -> tuple[int, ...]:
+    """The ranks of a train, with ones at both ends."""
+    return (1, *[core.shape[-1] for core in cores][:-1], 1)
+
+
+def factors(
+    train: Train, cores: Collection[Tensor], cuts: tuple[int, ...], dtype: torch.dtype | None = None
+) -> list[Factor]:
+    """The factors between the bonds `cuts`, in the order in which they act."""
+    places = zip(cores, pairwise(ranks(cores)), train.outs, train.ins, strict=True)
+    four_way = [core.reshape(left, m, j, right) for core, (left, right), m, j in places]
+    batch, found = math.prod(train.ins), []
+    for first, last in train.runs(cuts):
+        run = _merged(four_way[first:last])
+        run = run.permute(3, 1, 2, 0) if train.inputs_first else run
+        batch //= run.shape[2]  # a factor acts once for each input that is left to do
+        found.append((run.reshape(run.shape[0] * run.shape[1], -1).to(dtype), batch))
+    return found
+
+
+def halves(train: Train, cores: Collection[Tensor]) -> tuple[Tensor, Tensor]:
+    """The factors at the middle bond, ``(rank, taps * inputs)`` and ``(outputs, rank)``, without padding."""
+    (inner, _), (outer, _) = factors(train, cores, (train.middle,))
+    (outputs, inputs, *taps), rank = train.shape, len(inner)
+    rows = rank * math.prod(taps)
+    return _cut(inner.reshape(rows, -1), rows, inputs).reshape(rank, -1), _cut(outer, outputs, rank)
+
+
+def dense(train: Train, cores: Collection[Tensor]) -> Tensor:
+    """The whole weight; a kernel lies channels-last in memory."""
+    if train.middle:
+        inner, outer = halves(train, cores)
+        return as_kernel(train, outer @ inner)
+    ((whole, _),) = factors(train, cores, ())
+    return _cut(whole, *train.shape)
+
+
+def as_kernel(train: Train, flat: Tensor) -> Tensor:
+    """``(any, taps * inputs)`` in the shape of a weight with so many outputs."""
+    _, inputs, *taps = train.shape
+    return flat.reshape(-1, *taps, inputs).permute(0, 3, 1, 2) if taps else flat
 
 
 def multiply(x: Tensor, chain: Sequence[Factor], batch_first: bool) -> Tensor:
@@ -151,14 +118,3 @@ def _merged(cores: Sequence[Tensor]) -> Tensor:
 def _cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """A matrix without its padding; where it has none, slices would only cost time in the backward pass."""
     return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]
-
-
-def _ranks(cores: Collection[Tensor]) -> tuple[int, ...]:
-    """The ranks of a train, with ones at both ends."""
-    return (1, *[core.shape[-1] for core in cores][:-1], 1)
-
-
-def _three_way(cores: Collection[Tensor]) -> list[Tensor]:
-    """The cores as ``(left, mode, right)``."""
-    first, *inner, last = cores
-    return [first[None], *inner, last[..., None]]

@@ -111,7 +111,7 @@ class Posterior(ParticleModel):
         self.num_data, self.chunk, perf = num_data, chunk, fast()
         self._training_chunk, self._planned = chunk, False
         """Particles in a training step, and whether that was chosen for the particles as they are."""
-        self._capture = None if perf is None else perf.capture()
+        self._capture = None if perf is None else perf.Capture()
         self._seen: list[dict[str, Tensor]] = []
 
     @property

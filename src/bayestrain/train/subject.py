@@ -55,7 +55,7 @@ class Network:
             check_weight_decay(self.optimizer, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         perf = fast() if self.device.type == "cuda" and not self.scaler.is_enabled() else None
-        self.capture = None if perf is None else perf.capture()
+        self.capture = None if perf is None else perf.Capture()
         self._weight = torch.zeros((), device=self.device)
         """The prior's weight, where a captured step reads it."""
 
