@@ -4,14 +4,12 @@
 predicted and how certain it is.
 """
 
-from bayestrain.posterior.classification import ClassPrediction
 from bayestrain.posterior.joint import Joint
 from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
 from bayestrain.posterior.metrics import at_temperature, auroc, classification_metrics, fit_temperature
 from bayestrain.posterior.model import ParticleModel
 from bayestrain.posterior.posterior import Posterior, PosteriorStep
-from bayestrain.posterior.prediction import Prediction
-from bayestrain.posterior.regression import RegressionPrediction
+from bayestrain.posterior.prediction import ClassPrediction, Prediction, RegressionPrediction
 from bayestrain.posterior.starts import around, independent
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The joint density of data and weights as one module, with stacked particles in the place of its tensors."""
+"""A network with its likelihood as one module that runs with the tensors of stacked particles."""
 
 from __future__ import annotations
 
@@ -16,102 +16,89 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.infer import stack
 from bayestrain.nn.sizes import factorized_weights
-from bayestrain.posterior.likelihoods import Likelihood, full_precision, one_tensor
-from bayestrain.prior import NormalPrior
+from bayestrain.posterior.likelihoods import Likelihood
 
 Module = TypeVar("Module", bound=nn.Module)
 
 Part = Callable[..., dict[str, Tensor]]
-"""A method of `Joint` that `Joint.batched` runs for one particle or many."""
+"""``part(joint, *inputs)`` computes something for one particle, whose tensors the joint has while it runs."""
 
 
 class Joint(nn.Module):
-    """A network with its likelihood and prior, called with the tensors of particles in the place of its own.
+    """A network and its likelihood, run with the tensors of particles in the place of their own.
 
     `torch.func.functional_call` swaps tensors inside the module while it runs, so a module serves one thread at a time.
     Training runs on this one, under a lock; predictions run on copies that are `lent`.
     """
 
-    def __init__(
-        self, model: nn.Module, likelihood: Likelihood, prior: NormalPrior | None = None, num_data: int = 1
-    ) -> None:
+    def __init__(self, model: nn.Module, likelihood: Likelihood) -> None:
         super().__init__()
-        self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
-        self.prior_weight = torch.ones(())
-        """The prior's weight in this step, where a captured step sees it change."""
-        self._aliases = _aliases(self)
+        self.model, self.likelihood = model, likelihood
         self._lock, self._idle = RLock(), list[Joint]()
+        self._aliases: dict[str, str] = {}
+        """The first name of every tensor, by its other names; functional_call would look for them in every call."""
+        first: dict[Tensor, str] = {}
+        for path, module in self.named_modules():
+            own = module.named_parameters(path, False, False), module.named_buffers(path, False, False)
+            for name, tensor in (*own[0], *own[1]):
+                if first.setdefault(tensor, name) != name:
+                    self._aliases[name] = first[tensor]
 
     def forward(self, part: Part, *inputs: Tensor) -> dict[str, Tensor]:
-        """Run one of the methods below, for one particle."""
+        """Run a part for one particle."""
         return part(self, *inputs)
 
-    def log_likelihood(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """``N * mean log likelihood`` of a batch, that mean, and the outputs."""
-        outputs = full_precision(one_tensor(self.model(x)))
-        mean = self.likelihood.log_prob(outputs, y).mean()
-        return {"density": self.num_data * mean, "mean": mean.detach(), "outputs": outputs.detach()}
+    def batched(
+        self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor, size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Run a part for all particles, `size` of them at a time, on the same inputs."""
+        n = len(next(iter(particles.values())))
+        size = size or n
+        with self._lock:
+            return joined(
+                [
+                    self._at_once({k: t[i : i + size] for k, t in particles.items()}, part, inputs)
+                    for i in range(0, n, size)
+                ]
+            )
 
-    def log_prior(self) -> dict[str, Tensor]:
-        """The log prior of all weights and lambdas, weighted and not."""
-        assert self.prior is not None
-        value = self.prior.log_prob()
-        return {"density": self.prior_weight * value, "value": value.detach()}
-
-    def move_lambda(self) -> dict[str, Tensor]:
-        """The prior's own step, in place."""
-        assert self.prior is not None
-        self.prior.step()
-        return {}
-
-    def outputs(self, x: Tensor) -> dict[str, Tensor]:
-        """What the network returns."""
-        return {"outputs": one_tensor(self.model(x))}
-
-    def describe(self, x: Tensor) -> dict[str, Tensor]:
-        """What the likelihood predicts from the network's outputs."""
-        return self.likelihood.describe(one_tensor(self.model(x)))
-
-    def batched(self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor) -> dict[str, Tensor]:
-        """Run a method for all particles on the same inputs: several under `torch.vmap`, a single one as it is."""
+    def _at_once(self, particles: dict[str, Tensor], part: Part, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Run several particles under `torch.vmap`, a single one as it is."""
 
         def one(tensors: Mapping[str, Tensor]) -> Any:
             others = {alias: tensors[name] for alias, name in self._aliases.items() if name in tensors}
             return functional_call(self, {**tensors, **others}, (part, *inputs), tie_weights=False)
 
-        with self._lock:
-            if len(next(iter(particles.values()))) == 1:
-                found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})
-                return {name: tensor[None] for name, tensor in found.items()}
-            # Batch norm under vmap cannot ask for other memory formats, so a channel of one must not look like one.
-            inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)
-            try:
-                return vmap(one, randomness="different")(dict(particles))  # type: ignore[no-any-return]
-            except RuntimeError as error:
-                if "vmap" not in str(error) and "Batching rule not implemented" not in str(error):
-                    raise
-                raise ConfigError(
-                    "The network cannot run for several particles at once: it has an operation that torch.vmap does "
-                    "not support, such as an LSTM, or branches on values. Pass chunk=1 to run particles one by one. "
-                    f"PyTorch says: {str(error).split('. ')[0]}."
-                ) from error
+        if len(next(iter(particles.values()))) == 1:
+            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})
+            return {name: tensor[None] for name, tensor in found.items()}
+        # Batch norm under vmap cannot ask for other memory formats, so a channel of one must not look like one.
+        inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)
+        try:
+            return vmap(one, randomness="different")(particles)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "vmap" not in str(error) and "Batching rule not implemented" not in str(error):
+                raise
+            raise ConfigError(
+                "The network cannot run for several particles at once: torch.vmap does not support an operation in it, "
+                "such as an LSTM or a branch on values. Pass chunk=1 to run particles one by one. PyTorch says: "
+                f"{str(error).split('. ')[0]}."
+            ) from error
 
     def remove_lambda(self) -> None:
         """Keep the ranks as they are: remove lambda from all weights."""
         for weight in factorized_weights(self).values():
             weight.rank_state = None
 
-    def take(self, one: Mapping[str, Tensor], ranks_fixed: bool) -> None:
+    def take(self, one: Mapping[str, Tensor]) -> None:
         """Load the tensors of one particle, with the ranks they have."""
-        if ranks_fixed:
-            self.remove_lambda()
         if odd := (dict(self.named_parameters()) | dict(self.named_buffers())).keys() ^ one.keys():
             raise ShapeError(f"only one of the two has {sorted(odd)[0]!r}")
         self.load_state_dict(one, strict=False)  # not strict, because a tensor with several names is there under one
 
     @contextmanager
     def lent(self) -> Iterator[Joint]:
-        """Lends a copy of the modules that shares the tensors, in evaluation mode, to one caller at a time.
+        """Lend a copy of the modules that shares the tensors, in evaluation mode, to one caller at a time.
 
         Making one takes as long as a small batch, so they are kept for the next callers.
         """
@@ -140,19 +127,9 @@ def _twin(module: Module) -> Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
 
 
-def _aliases(joint: nn.Module) -> dict[str, str]:
-    """``{other place of a tensor: its first place}`` for tensors that appear in several modules.
-
-    `functional_call` would look for them in every call, which takes as long as a small network's forward pass.
-    """
-    first: dict[Tensor, str] = {}
-    found = {}
-    for path, module in joint.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            place = f"{path}.{name}" if path else name
-            if tensor is not None and first.setdefault(tensor, place) != place:
-                found[place] = first[tensor]
-    return found
+def joined(chunks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate what chunks of particles returned."""
+    return chunks[0] if len(chunks) == 1 else {k: torch.cat([chunk[k] for chunk in chunks]) for k in chunks[0]}
 
 
 def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -163,14 +140,15 @@ def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, 
                 f"{name.removeprefix('model.')!r} averages its statistics over all batches (momentum=None), which "
                 "particles cannot. Give it a momentum such as 0.1; refresh_statistics averages at the end."
             )
-    for name, frozen in joints[0].named_parameters():
-        for i, other in enumerate(joints):
-            if not frozen.requires_grad and not torch.equal(other.get_parameter(name), frozen):
+    named = [dict(joint.named_parameters()) for joint in joints]
+    particles = stack([{name: p for name, p in own.items() if p.requires_grad} for own in named])
+    if not particles:
+        raise ConfigError("No parameter of the network is trainable, so there is nothing to have a posterior over.")
+    for name in named[0].keys() - particles.keys():
+        for i, own in enumerate(named):
+            if not torch.equal(own[name], named[0][name]):
                 raise ConfigError(
                     f"{name.removeprefix('model.')!r} is frozen, so all particles share it, but particle {i} has other "
                     "values there than particle 0. Load the same values, or let it train."
                 )
-    particles = stack([{name: p for name, p in joint.named_parameters() if p.requires_grad} for joint in joints])
-    if not particles:
-        raise ConfigError("No parameter of the network is trainable, so there is nothing to have a posterior over.")
     return particles, stack([dict(joint.named_buffers()) for joint in joints])

@@ -13,8 +13,8 @@ from bayestrain.errors import ConfigError
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import count_parameters, ranks
 from bayestrain.posterior.joint import Joint, Part
-from bayestrain.posterior.likelihoods import Classification, Likelihood
-from bayestrain.posterior.metrics import checked_labels, fit_temperature
+from bayestrain.posterior.likelihoods import Classification, one_tensor
+from bayestrain.posterior.metrics import fit_temperature
 from bayestrain.posterior.prediction import Prediction
 
 FEW = 1024
@@ -37,16 +37,7 @@ class ParticleModel:
 
     def __init__(self, joint: Joint, particles: dict[str, Tensor], carried: dict[str, Tensor]) -> None:
         self.joint, self.particles, self.carried = joint, particles, carried
-
-    @property
-    def template(self) -> nn.Module:
-        """A network of the particles' shape; its values belong to no particle."""
-        return self.joint.model
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood of all particles."""
-        return self.joint.likelihood
+        self.template, self.likelihood = joint.model, joint.likelihood
 
     def __len__(self) -> int:
         return len(next(iter(self.particles.values())))
@@ -80,7 +71,7 @@ class ParticleModel:
 
     def outputs(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Tensor:
         """Return what every particle's network returns for x, ``(n, N, ...)``, on x's device."""
-        return self._predict(Joint.outputs, x, batch_size, chunk)["outputs"]
+        return self._predict(_outputs, x, batch_size, chunk)["outputs"]
 
     def predict(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Prediction:
         """Return the prediction for x with its uncertainty, on x's device.
@@ -90,19 +81,18 @@ class ParticleModel:
             batch_size: inputs at a time. This and `chunk` change memory, not results.
             chunk: particles at a time.
         """
-        return self.likelihood.prediction(self._predict(Joint.describe, x, batch_size, chunk))
+        return self.likelihood.prediction(self._predict(_described, x, batch_size, chunk))
 
     def calibrate_(self, x: Tensor, labels: Tensor, batch_size: int = 1000, chunk: int | None = None) -> float:
         """Find the temperature at which the particles together predict these held-out data best, and keep it.
 
         For classification only.
         """
-        likelihood = self.likelihood
-        if not isinstance(likelihood, Classification):
-            raise ConfigError(f"Only a Classification has a temperature, not {type(likelihood).__name__}.")
-        probabilities = self._predict(Joint.describe, x, batch_size, chunk)["probabilities"]
-        likelihood.temperature = fit_temperature(probabilities, checked_labels(labels, probabilities))
-        return likelihood.temperature
+        if not isinstance(self.likelihood, Classification):
+            raise ConfigError(f"Only a Classification has a temperature, not {type(self.likelihood).__name__}.")
+        probabilities = self._predict(_described, x, batch_size, chunk)["probabilities"]
+        self.likelihood.temperature = fit_temperature(probabilities, labels)
+        return self.likelihood.temperature
 
     @torch.no_grad()
     def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
@@ -110,20 +100,19 @@ class ParticleModel:
 
         During training each particle keeps running averages as PyTorch does; those lag behind the weights.
         """
-        tensors, seen = self._tensors(), 0
         with self.joint.lent() as joint:
             self.joint.forget_copies()  # this one will have another momentum
             norms = {n: m for n, m in joint.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
+            for name in norms:  # a value that is not finite would stay in an average
+                self.carried[f"{name}.running_mean"].nan_to_num_()
+                self.carried[f"{name}.running_var"].nan_to_num_()
+            tensors, seen = self._tensors(), 0
             for x in (batch for batch in batches if len(batch)) if norms else ():
-                size, _ = self._sizes(joint.eval(), tensors, Joint.outputs, x, len(x), None)
-                for name, norm in norms.items():
-                    if not seen:  # a value that is not finite would stay in an average
-                        self.carried[f"{name}.running_mean"].zero_()
-                        self.carried[f"{name}.running_var"].fill_(1.0)
-                    norm.train()
-                    norm.momentum = len(x) / (seen + len(x))  # the first batch replaces, others are averaged in
+                size, _ = self._sizes(joint.eval(), tensors, _outputs, x, len(x), None)
                 seen += len(x)
-                self._run(joint, tensors, Joint.outputs, x, size)
+                for norm in norms.values():
+                    norm.train().momentum = len(x) / seen  # the first batch replaces, others are averaged in
+                joint.batched(tensors, _outputs, x.to(self.device), size=size)
 
     def to(self, device: torch.device | str) -> ParticleModel:
         """Return the same particles on another device, to predict with; a `Posterior` trains where it was made."""
@@ -140,35 +129,43 @@ class ParticleModel:
 
     @torch.no_grad()
     def _predict(self, part: Part, x: Tensor, batch_size: int, chunk: int | None) -> dict[str, Tensor]:
-        if not all(hasattr(size, "__index__") and size >= 1 for size in (batch_size, chunk or 1)):
-            raise ConfigError(f"batch_size and chunk must be integers of at least 1, got {batch_size} and {chunk}.")
+        check_counts(batch_size=batch_size, chunk=chunk)
         if not isinstance(x, Tensor) or len(x) == 0:
             shown = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ConfigError(f"Inputs must be a tensor of at least one input, got {shown}.")
         tensors = self._tensors()
         with self.joint.lent() as joint:
-            size, inputs = self._sizes(joint, tensors, part, x, int(batch_size), chunk)
-            found = [self._run(joint, tensors, part, batch, size) for batch in x.split(inputs)]
+            size, inputs = self._sizes(joint, tensors, part, x, batch_size, chunk)
+            found = [joint.batched(tensors, part, batch.to(self.device), size=size) for batch in x.split(inputs)]
         return {name: torch.cat([each[name].to(x.device) for each in found], dim=1) for name in found[0]}
 
     def _sizes(
         self, joint: Joint, tensors: dict[str, Tensor], part: Part, x: Tensor, batch: int, chunk: int | None
     ) -> tuple[int, int]:
         """How many particles, and how many inputs, run at once."""
-        n, batch, chunk, perf = len(self), min(batch, len(x)), chunk or self.chunk, fast()
+        n, batch, chunk, perf = len(self), min(int(batch), len(x)), chunk or self.chunk, fast()
         if chunk is not None or perf is None or n * batch <= FEW:
             return int(chunk or n), batch
         one = {name: tensor[:1] for name, tensor in tensors.items()}
         found: tuple[int, int] = perf.memory.predicted_at_once(
-            lambda k: self._run(joint, one, part, x[:k], 1), n, batch
+            lambda k: joint.batched(one, part, x[:k].to(self.device)), n, batch
         )
         return found
 
-    def _run(self, joint: Joint, tensors: dict[str, Tensor], part: Part, x: Tensor, size: int) -> dict[str, Tensor]:
-        """Run all particles on one batch, `size` of them at a time."""
-        x, n = x.to(self.device), len(next(iter(tensors.values())))
-        chunks = [joint.batched({k: t[i : i + size] for k, t in tensors.items()}, part, x) for i in range(0, n, size)]
-        return {name: torch.cat([each[name] for each in chunks]) for name in chunks[0]}
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} particles of {self.parameters_each:,} parameters)"
+
+
+def _outputs(joint: Joint, x: Tensor) -> dict[str, Tensor]:
+    return {"outputs": one_tensor(joint.model(x))}
+
+
+def _described(joint: Joint, x: Tensor) -> dict[str, Tensor]:
+    return joint.likelihood.describe(one_tensor(joint.model(x)))
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise unless all numbers are integers of at least 1, or None."""
+    for name, value in counts.items():
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")

@@ -11,7 +11,6 @@ from bayestrain.errors import ConfigError
 
 def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[nn.Module]:
     """Call `build` n times, each with its own random numbers; the global generator is left as it was."""
-    _check_number(n)
     models = []
     with torch.random.fork_rng(devices=[]):
         for i in range(n):
@@ -26,19 +25,11 @@ def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list
 
     All copies lie in one mode of the posterior and stay there: cheap, but hardly more diverse than the point.
     """
-    _check_number(n)
     if not scale > 0:
         raise ConfigError(f"scale must be positive, or all particles coincide, got {scale}.")
     generator = torch.Generator().manual_seed(seed)
     copies = [copy.deepcopy(model) for _ in range(n)]
-    for twin in copies:
-        for parameter in twin.parameters():
-            if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
-                parameter.add_(noise * scale * parameter.square().mean().sqrt())
+    for parameter in (p for twin in copies for p in twin.parameters() if p.requires_grad):
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
+        parameter.add_(noise * scale * parameter.square().mean().sqrt())
     return copies
-
-
-def _check_number(n: int) -> None:
-    if not hasattr(n, "__index__") or n < 1:
-        raise ConfigError(f"A posterior needs at least one particle, got {n!r}.")
