@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior.metrics import check_temperature, checked_labels, checked_targets
-from bayestrain.posterior.prediction import ClassPrediction, Prediction, RegressionPrediction, gaussian_log_prob
+from bayestrain.posterior.prediction import (
+    ClassPrediction,
+    Prediction,
+    RegressionPrediction,
+    check_temperature,
+    checked_labels,
+    checked_targets,
+    gaussian_log_prob,
+)  # fmt: skip
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
 """``(outputs, targets) -> (B,)``: the log probability of each datum."""

@@ -1,4 +1,4 @@
-"""`Posterior`: particles of a network that train together."""
+"""`Posterior`: particles of a network that train together, and how they start."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import BayesTrainError, ConfigError, ShapeError
-from bayestrain.infer import METHODS, Method
+from bayestrain.errors import BayesTrainError, ConfigError
+from bayestrain.infer import METHODS, Method, count
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
-from bayestrain.posterior.joint import Joint, Part, joined, stack_joints
 from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood, full_precision
-from bayestrain.posterior.model import ParticleModel, check_counts
+from bayestrain.posterior.model import Joint, Part, ParticleModel, check_counts, joined, stack_joints
+from bayestrain.posterior.prediction import check_temperature
 from bayestrain.prior import NormalPrior, RankPrior
 
 RECOMPUTES = (
     "The network recomputes or moves its activations (torch.utils.checkpoint, save_on_cpu), which particles cannot: in "
     "the backward pass their weights are no longer in the network. Turn that off; a smaller chunk saves memory, too."
 )
-
-RECOMPUTING = (RECOMPUTES, "use_reentrant", "CheckpointFunction", "_NoopSaveInputs")
-"""What PyTorch's errors say about it: hooks that are switched off, and what its versions cannot run under vmap."""
-
-STATES = 2
-"""How many numbers an optimiser keeps per weight: those of Adam, and at most those of others."""
 
 
 class PosteriorStep(NamedTuple):
@@ -39,7 +33,6 @@ class PosteriorStep(NamedTuple):
     log_prior: Tensor
     outputs: Tensor
     alive: Tensor
-    """Which particles are finite."""
 
 
 class Posterior(ParticleModel):
@@ -57,8 +50,7 @@ class Posterior(ParticleModel):
     own batch norm statistics, which `refresh_statistics` estimates again after training.
 
     Args:
-        models: the particles' starts, copied: networks of one architecture on one device, from `independent`, `around`,
-            or your own.
+        models: networks of one architecture on one device, which are copied: the particles' starts.
         num_data: number of training data.
         likelihood: "classification", "regression", a `Likelihood`, or a function ``(outputs, targets) -> log
             probability of each datum``.
@@ -97,18 +89,16 @@ class Posterior(ParticleModel):
 
         first = next((p for p in models[0].parameters() if p.requires_grad), torch.empty(()))
         shared = copy.deepcopy(as_likelihood(likelihood)).to(first.device, first.dtype)
-        twins = [copy.deepcopy(model) for model in models]
+        joints = [Joint(copy.deepcopy(model), shared) for model in models]
         make_prior = prior or (lambda model: (RankPrior if factorized_weights(model) else NormalPrior)(model, num_data))
-        self.prior, *_ = [make_prior(twin) for twin in twins]
-        """Common to all particles."""
-        joints = [Joint(twin, shared) for twin in twins]
+        self.prior, *_ = [make_prior(joint.model) for joint in joints]
         particles, carried = stack_joints(joints)
         self.method: Method = kind(self._gradients, particles, scale=1 / num_data, **options)
         super().__init__(joints[0], self.method.particles, carried)
         self.num_data, self.chunk, perf = num_data, chunk, fast()
         self._capture = None if perf is None else perf.capture()
         self._training_chunk: int | None = None
-        """Particles at once in a training step; None before that is chosen for batches like these."""
+        """Particles at once in a training step; None before that is chosen."""
         self._prior_weight = torch.zeros((), device=self.device)
         """The prior's weight in this step, where a captured step sees it change."""
         self._seen: dict[str, Tensor] = {}
@@ -124,10 +114,8 @@ class Posterior(ParticleModel):
         if self._training_chunk is None:
             self.estimate_memory(x, y)
         self._prior_weight.fill_(self.prior.current_weight)
-        if self._capture is None:
-            found = self._advance(x, y)
-        else:
-            found = self._capture.step(self._advance, x, y, self.prior, self.method.optimizer)
+        capture, advance = self._capture, self._advance
+        found = advance(x, y) if capture is None else capture.step(advance, x, y, self.prior, self.method.optimizer)
         self.method.count_step()
         return found
 
@@ -150,13 +138,15 @@ class Posterior(ParticleModel):
             return {"density": self._prior_weight * value, "log_prior": value.detach()}
 
         self.template.train()
-        n, size = len(self), self._training_chunk or len(self)
+        n, size = len(self), self._training_chunk or self.chunk or len(self)
         of_prior, self._seen = self._part(slice(n), log_prior)
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
                 found = [self._part(slice(i, i + size), self._log_likelihood, *batch) for i in range(0, n, size)]
         except (RuntimeError, ConfigError) as error:
-            if any(sign in str(error) for sign in RECOMPUTING):
+            # Some versions of PyTorch cannot run the last two under vmap, before they notice that hooks are disabled.
+            signs = RECOMPUTES, "use_reentrant", "CheckpointFunction", "_NoopSaveInputs"
+            if any(sign in str(error) for sign in signs):
                 raise ConfigError(RECOMPUTES) from error
             raise
         gradients, seen = (joined(each) for each in zip(*found, strict=True))
@@ -200,7 +190,7 @@ class Posterior(ParticleModel):
         `step` does this when it first runs, and when shapes have changed. Without `bayestrain.perf` there is no
         estimate (None), and all particles run at once unless `chunk` says otherwise.
         """
-        self._training_chunk, perf = self.chunk or len(self), fast()
+        perf = fast()
         if perf is None or self._capture is None:
             return None
         self._capture.forget()  # a captured step has the old chunks
@@ -208,8 +198,9 @@ class Posterior(ParticleModel):
         own = [*(one[name].requires_grad_() for name in self.particles), x, y]
         self.template.train()
         needed = perf.memory.activations(lambda: self.joint.batched(one, self._log_likelihood, x, y), own, self.device)
-        held = (2 + STATES) * sum(tensor.numel() * tensor.element_size() for tensor in self.particles.values())
-        allocated = held if self.method.steps else held // (2 + STATES)
+        weights = sum(tensor.nbytes for tensor in self.particles.values())
+        held = 4 * weights  # with gradients, and what Adam keeps, which is the most
+        allocated = held if self.method.steps else weights
         estimate = perf.memory.choose_chunk(len(self), held, allocated, needed, self.template, self.device, self.chunk)
         self._training_chunk = estimate.chunk
         return estimate
@@ -228,11 +219,8 @@ class Posterior(ParticleModel):
     def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
         """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, variance) from here on.
 
-        The optimiser loses its moments.
-
-        Args:
-            variance: if None, the variance that weights without lambda had.
-            weight: of the prior; if None, as it was.
+        The variance (that of parameters no lambda governs) and the prior's weight stay as they were unless given. The
+        optimiser loses its moments.
         """
         old = self.prior
         variance, weight = old.variance if variance is None else variance, old.weight if weight is None else weight
@@ -275,11 +263,10 @@ class Posterior(ParticleModel):
             if state["ranks_fixed"]:
                 trial.remove_lambda()
             trial.take(one)
-            if any(len(tensor) != len(self) for tensor in stacked.values()):
-                raise ShapeError(f"it must hold {len(self)} particles")
+            count(stacked)
             self.method.check_state(state["method"])
             copy.copy(self.prior).load_state_dict(state["prior"])
-            temperature = Classification(state["temperature"] or 1.0).temperature
+            check_temperature(temperature := state["temperature"] or 1.0)
             variance, weight = float(state["variance"]), float(state["prior"]["weight"])
         except (BayesTrainError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
@@ -295,7 +282,6 @@ class Posterior(ParticleModel):
         self._changed()
 
     def _changed(self) -> None:
-        """Shapes or modules are not what they were."""
         self._training_chunk = None
         self.joint.forget_copies()
 
@@ -304,7 +290,32 @@ class Posterior(ParticleModel):
 
 
 def _adam(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """Adam; on a GPU one whose steps can be captured."""
     if (device := named[0][1].device).type != "cuda":
         return torch.optim.Adam(named, lr=1e-3)
     return torch.optim.Adam(named, lr=torch.tensor(1e-3, device=device), capturable=True)
+
+
+def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[nn.Module]:
+    """Call `build` n times, each with its own random numbers, for diverse particles; the global generator stays."""
+    models = []
+    with torch.random.fork_rng(devices=[]):
+        for i in range(n):
+            torch.manual_seed(seed * 1_000_003 + i)
+            models.append(build())
+    return models
+
+
+@torch.no_grad()
+def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list[nn.Module]:
+    """Copy a trained network n times, with Gaussian noise of `scale` times its RMS added to every trainable tensor.
+
+    All copies lie in one mode of the posterior and stay there: cheap, but hardly more diverse than the point.
+    """
+    if not scale > 0:
+        raise ConfigError(f"scale must be positive, or all particles coincide, got {scale}.")
+    generator = torch.Generator().manual_seed(seed)
+    copies = [copy.deepcopy(model) for _ in range(n)]
+    for parameter in (p for twin in copies for p in twin.parameters() if p.requires_grad):
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
+        parameter.add_(noise * scale * parameter.square().mean().sqrt())
+    return copies
