@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.errors import ConfigError
 from bayestrain.infer import stack
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import count_parameters, factorized_weights, ranks
@@ -86,11 +86,9 @@ class Joint(nn.Module):
         for weight in factorized_weights(self).values():
             weight.rank_state = None
 
-    def take(self, one: Mapping[str, Tensor]) -> None:
-        """Load the tensors of one particle, with the ranks they have."""
-        if odd := (dict(self.named_parameters()) | dict(self.named_buffers())).keys() ^ one.keys():
-            raise ShapeError(f"only one of the two has {sorted(odd)[0]!r}")
-        self.load_state_dict(one, strict=False)  # not strict, because a tensor with several names is there under one
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers, each under its first name."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     @contextmanager
     def lent(self) -> Iterator[Joint]:
@@ -164,7 +162,7 @@ class ParticleModel:
             raise ConfigError(f"i must be a particle from 0 to {len(self) - 1}, got {i}.")
         with self.joint.lent() as joint:
             one = copy.deepcopy(joint)
-        own = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+        own = one.tensors()
         for name, tensor in {**self.particles, **self.carried}.items():
             own[name].copy_(tensor[i])
         return one.model

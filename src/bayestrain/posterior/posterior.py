@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import BayesTrainError, ConfigError
+from bayestrain.errors import BayesTrainError, ConfigError, ShapeError
 from bayestrain.infer import METHODS, Method, count
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
@@ -144,9 +144,8 @@ class Posterior(ParticleModel):
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
                 found = [self._part(slice(i, i + size), self._log_likelihood, *batch) for i in range(0, n, size)]
         except (RuntimeError, ConfigError) as error:
-            # Some versions of PyTorch cannot run the last two under vmap, before they notice that hooks are disabled.
-            signs = RECOMPUTES, "use_reentrant", "CheckpointFunction", "_NoopSaveInputs"
-            if any(sign in str(error) for sign in signs):
+            # PyTorch 2.11 cannot run the last one, a part of its checkpoints, under vmap.
+            if any(sign in str(error) for sign in (RECOMPUTES, "use_reentrant", "_NoopSaveInputs")):
                 raise ConfigError(RECOMPUTES) from error
             raise
         gradients, seen = (joined(each) for each in zip(*found, strict=True))
@@ -262,7 +261,9 @@ class Posterior(ParticleModel):
             trial = copy.deepcopy(self.joint)
             if state["ranks_fixed"]:
                 trial.remove_lambda()
-            trial.take(one)
+            if odd := sorted(trial.tensors().keys() ^ one.keys()):
+                raise ShapeError(f"only one of the two has {odd[0]!r}")
+            trial.load_state_dict(one, strict=False)  # not strict: a tensor with several names is there under one
             count(stacked)
             self.method.check_state(state["method"])
             copy.copy(self.prior).load_state_dict(state["prior"])
@@ -272,7 +273,7 @@ class Posterior(ParticleModel):
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
         if state["ranks_fixed"]:
             self.fix_ranks_(variance, weight)
-        self.joint.take(one)
+        self.joint.load_state_dict(one, strict=False)
         for name, tensor in state["carried"].items():
             self.carried[name] = tensor.to(self.carried[name], copy=True)
         self.method.load_state_dict(state["method"])

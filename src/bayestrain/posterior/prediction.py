@@ -278,9 +278,6 @@ class RegressionPrediction(Prediction):
         return off_mps(checked_targets(targets, own.shape[1:])).double().to(own.device)
 
 
-# --- classes ----------------------------------------------------------------------------------------------------------
-
-
 def label_log_probs(probs: Tensor, labels: Tensor) -> Tensor:
     """Return the logarithms, in double precision, of the probabilities ``(.., N, C)`` of the labels ``(N,)``."""
     labels = checked_labels(labels, probs).expand(probs.shape[:-1])
