@@ -278,12 +278,11 @@ def test_a_network_that_recomputes_in_the_backward_pass_is_refused(
         Posterior(independent(lambda: Recomputing(bare, reentrant), 3), NUM_DATA, optimizer=adam, chunk=chunk)
         for _ in range(2)
     )
-    said = "recomputes or moves its activations"
-    if reentrant and chunk is None:
-        said += "|cannot run for several particles at once"
+    at_once = "|cannot run for several particles at once" if reentrant and chunk is None else ""
+    said = "recomputes or moves its activations" + at_once
     for lowered in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=lowered), pytest.raises(ConfigError, match=said):
             posterior.step(*batch())
     assert_same(posterior, fresh)
-    if not reentrant:
-        assert posterior.outputs(batch()[0]).shape == (3, 20, 3)  # predictions need no backward pass
+    if not reentrant:  # predictions need no backward pass, but some versions of PyTorch have no vmap of checkpoints
+        assert posterior.outputs(batch()[0], chunk=1).shape == (3, 20, 3)

@@ -17,7 +17,7 @@ import bayestrain as bt
 from bayestrain import formats, infer
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError
 from bayestrain.infer.particles import flatten, unflatten
-from bayestrain.posterior import ClassPrediction, Posterior, Regression, RegressionPrediction, around, independent
+from bayestrain.posterior import ClassPrediction, Posterior, RegressionPrediction, around, independent
 
 
 class Loop:
@@ -74,19 +74,16 @@ class Branching(formats.TensorTrain):
     """A format whose alignment looks at values, which torch.vmap refuses."""
 
     def align(self, equation: formats.Equation, cores: Any) -> list[Tensor]:
-        if float(cores[0].norm()) < 0:
-            raise AssertionError
+        assert float(cores[0].norm()) >= 0
         return super().align(equation, cores)
 
 
 def test_alignment_may_branch_on_values() -> None:
-    def build(format: formats.Format) -> nn.Module:
-        return nn.Sequential(bt.TensorLinear(12, 3, format=format, max_rank=4)).double()  # type: ignore[arg-type]
+    def build(format: formats.Format) -> Posterior:
+        layers = independent(lambda: bt.TensorLinear(12, 3, format=format, max_rank=4).double(), 3)
+        return Posterior(layers, NUM_DATA, prior=rank_prior, optimizer=sgd)
 
-    plain, branching = (
-        Posterior(independent(lambda format=format: build(format), 3), NUM_DATA, prior=rank_prior, optimizer=sgd)  # type: ignore[misc]
-        for format in (formats.TensorTrain(), Branching())
-    )
+    plain, branching = build(formats.TensorTrain()), build(Branching())
     for step in range(7):
         plain.step(*batch(seed=step))
         branching.step(*batch(seed=step))
@@ -158,8 +155,8 @@ def test_every_method_learns_saves_and_resumes_exactly(method: str, tmp_path: Pa
         (2, {"method": "hmc"}, "method must be one of"),
         (2, {"method": "sgld", "optimizer": adam}, "sgld has no option 'optimizer'"),
         (2, {"method": "ensemble", "kernel": infer.rbf}, "ensemble has no option 'kernel'"),
-        (2, {"num_data": 0}, "num_data must be the number of training data"),
-        (2, {"chunk": 0}, "chunk must be at least 1"),
+        (2, {"num_data": 0}, "num_data must be an integer of at least 1, got 0"),
+        (2, {"chunk": 0}, "chunk must be an integer of at least 1, got 0"),
         (2, {"temperature": 0.5}, "svgd has no option 'temperature'"),
         (2, {"method": "sgld", "step": 3}, "sgld has no option 'step'"),
         (2, {"clip": 0.0}, "clip must be positive"),
@@ -220,7 +217,7 @@ def test_the_posterior_predicts_what_its_particles_predict() -> None:
         torch.testing.assert_close(found.particle_probabilities[i], expected.softmax(1))
     assert torch.equal(moved.mean, found.mean)
     for size in (0, 2.5):
-        with pytest.raises(ConfigError, match=f"integers of at least 1, got {size}"):
+        with pytest.raises(ConfigError, match=f"batch_size must be an integer of at least 1, got {size}"):
             posterior.predict(x, batch_size=size)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"at least one input, got shape \(0, 2, 4, 4\)"):
         posterior.predict(x[:0])
@@ -238,9 +235,8 @@ def test_regression_learns_its_noise_and_is_uncertain_away_from_the_data() -> No
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 2))
 
-    likelihood = Regression()
     posterior = Posterior(
-        independent(build, 6), len(x), likelihood=likelihood, optimizer=lambda named: torch.optim.Adam(named, lr=0.05)
+        independent(build, 6), len(x), likelihood="regression", optimizer=lambda named: torch.optim.Adam(named, lr=0.05)
     )
     for _ in range(300):
         posterior.step(x, y)
@@ -248,7 +244,6 @@ def test_regression_learns_its_noise_and_is_uncertain_away_from_the_data() -> No
     assert isinstance(found, RegressionPrediction)
     noise = posterior.particles["likelihood.log_variance"].detach().exp().sqrt()
     assert bool(((noise > 0.05) & (noise < 0.2)).all())
-    assert float(likelihood.log_variance.detach()) == 0.0  # type: ignore[union-attr]  # the user's own is left alone
     assert found.metrics(y)["rmse"] < 0.15
     assert bool((posterior.predict(torch.tensor([[4.0]])).epistemic > 5 * found.epistemic.mean(0)).all())
     with pytest.raises(ConfigError, match="Only a Classification has a temperature"):
@@ -261,17 +256,13 @@ def test_calibration_finds_a_temperature_and_keeps_the_classes() -> None:
     for _ in range(60):
         posterior.step(x, y)
     plain = posterior.predict(x)
-    temperature = posterior.calibrate_(x, y)
+    assert posterior.calibrate_(x, y) < 1.0  # fitted to its training data, it may be more confident
     after = posterior.predict(x)
     assert isinstance(plain, ClassPrediction)
     assert isinstance(after, ClassPrediction)
-    assert temperature < 1.0  # fitted to its training data, it may be more confident
     assert after.log_likelihood(y) > plain.log_likelihood(y)
     assert torch.equal(after.classes, plain.classes)
     torch.testing.assert_close(after.epistemic, plain.epistemic)
-    resumed = Posterior(independent(perceptron, 4), NUM_DATA, optimizer=adam)
-    resumed.load_state_dict(posterior.state_dict())
-    assert torch.equal(resumed.predict(x).mean, after.mean)
     with pytest.raises(ConfigError, match="Labels must lie between 0 and 2"):
         posterior.calibrate_(x, y + 5)
 
@@ -307,16 +298,6 @@ def test_starts_are_reproducible_apart_and_leave_the_global_generator_alone() ->
         assert 0.003 < float(away) < 0.03
     with pytest.raises(ConfigError, match="scale must be positive"):
         around(one[0], 3, scale=0.0)
-    with pytest.raises(ConfigError, match="at least one particle, got 0"):
-        independent(perceptron, 0)
-
-
-def test_diagnostics_distinguish_copies_from_different_particles() -> None:
-    apart = infer.diagnose(Posterior(independent(perceptron, 6), NUM_DATA).particles)
-    close = infer.diagnose(Posterior(around(perceptron(), 6, scale=1e-3), NUM_DATA).particles)
-    assert apart.effective_particles > 5.5
-    assert close.effective_particles < 1.1
-    assert close.spread < 0.01 < 0.5 < apart.spread
 
 
 def test_the_users_networks_stay_as_they_are() -> None:

@@ -127,17 +127,6 @@ def test_a_state_of_other_ranks_is_restored(frozen: bool) -> None:
     torch.testing.assert_close(posterior.outputs(X), small.outputs(X), rtol=0, atol=0)
 
 
-def test_a_frozen_layer_that_was_compacted_comes_back_with_the_state() -> None:
-    begun, fresh = (posterior_of(rank=4, frozen=True) for _ in range(2))
-    begun.step(X, Y)
-    assert begun.compact_(0.6).changed
-    fresh.load_state_dict(copy.deepcopy(begun.state_dict()))
-    assert fresh.ranks == begun.ranks
-    for posterior in (begun, fresh):
-        posterior.step(X, Y)
-    assert torch.equal(begun.outputs(X), fresh.outputs(X))
-
-
 def test_a_temperature_and_a_variance_are_part_of_the_state() -> None:
     posterior, fresh = posterior_of(), posterior_of()
     posterior.calibrate_(X, Y)

@@ -16,7 +16,7 @@ import torch
 from posterior_kit import NUM_DATA, batch, convnet, perceptron
 from torch import Tensor
 
-from bayestrain.posterior import ClassPrediction, Joint, ParticleModel, Posterior, independent
+from bayestrain.posterior import Joint, ParticleModel, Posterior, Regression, independent
 
 THREADS = 8
 
@@ -94,14 +94,11 @@ def test_threads_may_predict_while_another_trains() -> None:
 
 
 def test_a_likelihood_changed_between_predictions_is_seen() -> None:
-    posterior = Posterior(independent(perceptron, 2), NUM_DATA)
+    posterior = Posterior(independent(perceptron, 2), NUM_DATA, likelihood=Regression(noise=1.0))
     x, _ = batch()
-    plain = posterior.predict(x)
-    posterior.likelihood.temperature = 2.0  # type: ignore[assignment]
-    found = posterior.predict(x)
-    assert isinstance(found, ClassPrediction)
-    assert found.temperature == 2.0
-    assert not torch.equal(found.mean, plain.mean)
+    assert bool((posterior.predict(x).aleatoric == 1.0).all())
+    posterior.likelihood.noise = 2.0  # type: ignore[assignment]
+    assert bool((posterior.predict(x).aleatoric == 4.0).all())
 
 
 FORK = """

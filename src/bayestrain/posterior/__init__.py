@@ -4,18 +4,20 @@
 predicted and how certain it is.
 """
 
-from bayestrain.posterior.classification import ClassPrediction
-from bayestrain.posterior.joint import Joint
 from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
-from bayestrain.posterior.metrics import at_temperature, auroc, classification_metrics, fit_temperature
-from bayestrain.posterior.model import ParticleModel
-from bayestrain.posterior.posterior import Posterior, PosteriorStep
-from bayestrain.posterior.prediction import Prediction
-from bayestrain.posterior.regression import RegressionPrediction
-from bayestrain.posterior.starts import around, independent
+from bayestrain.posterior.model import Joint, ParticleModel
+from bayestrain.posterior.posterior import Posterior, PosteriorStep, around, independent
+from bayestrain.posterior.prediction import (
+    ClassPrediction,
+    Prediction,
+    RegressionPrediction,
+    at_temperature,
+    auroc,
+    fit_temperature,
+)
 
 __all__ = [
     "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Likelihood", "ParticleModel", "Posterior",
     "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood", "at_temperature",
-    "auroc", "classification_metrics", "fit_temperature", "independent",
+    "auroc", "fit_temperature", "independent",
 ]  # fmt: skip

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior.classification import ClassPrediction
-from bayestrain.posterior.metrics import checked_labels
-from bayestrain.posterior.prediction import Prediction
-from bayestrain.posterior.regression import RegressionPrediction
+from bayestrain.posterior.prediction import (
+    ClassPrediction,
+    Prediction,
+    RegressionPrediction,
+    check_temperature,
+    checked_labels,
+    checked_targets,
+    gaussian_log_prob,
+)  # fmt: skip
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
 """``(outputs, targets) -> (B,)``: the log probability of each datum."""
@@ -31,22 +36,24 @@ class Likelihood(nn.Module, ABC):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the log probability of each datum, ``(B,)``."""
 
-    @abstractmethod
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return what one network predicts for a batch; the first size of every tensor is B."""
+        return {"outputs": outputs}
 
-    @abstractmethod
-    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:
+    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:  # noqa: ARG002
         """Build the prediction from what all particles described, stacked: every tensor is ``(n, N, ...)``."""
+        raise ConfigError(
+            "This likelihood does not say what to predict. Use posterior.outputs(x), or write a Likelihood with "
+            "describe() and prediction()."
+        )
 
     def log_prob(self, outputs: object, targets: Tensor) -> Tensor:
         """Return `forward`, having checked what the network and `forward` returned."""
         values = self(full_precision(one_tensor(outputs)), targets)
         if not isinstance(values, Tensor) or values.shape != (len(targets),):
-            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise ShapeError(
-                "A likelihood must return the log probability of each datum, a tensor of shape "
-                f"({len(targets)},), got {found}. Sum over the outputs of a datum, never over the batch "
+                f"A likelihood must return the log probability of each datum, shape ({len(targets)},), got "
+                f"{getattr(values, 'shape', values)}. Sum over the outputs of a datum, never over the batch "
                 '(reduction="none"), and return log probabilities, not losses.'
             )
         return values
@@ -61,8 +68,7 @@ class Classification(Likelihood):
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
-        if not 0 < temperature < math.inf:
-            raise ConfigError(f"temperature must be positive and finite, got {temperature}.")
+        check_temperature(temperature)
         self.temperature = float(temperature)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,9 +86,6 @@ class Classification(Likelihood):
 
     def prediction(self, described: Mapping[str, Tensor]) -> ClassPrediction:
         return ClassPrediction(described["probabilities"], self.temperature)
-
-    def extra_repr(self) -> str:
-        return "" if self.temperature == 1.0 else f"temperature={self.temperature:.4g}"
 
     def _check(self, outputs: Tensor) -> None:
         if outputs.ndim != 2 or outputs.shape[1] < 2:
@@ -104,23 +107,14 @@ class Regression(Likelihood):
     def __init__(self, noise: float | None = None) -> None:
         super().__init__()
         if noise is not None and not 0 < noise < math.inf:
-            raise ConfigError(
-                f"noise is a standard deviation and must be positive and finite, got {noise}. Omit it to learn it."
-            )
+            raise ConfigError(f"noise is a standard deviation, positive and finite, got {noise}. Omit it to learn it.")
         self.noise = noise
         if noise is None:
             self.log_variance = nn.Parameter(torch.zeros(()))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, variance = self.describe(outputs).values()
-        if targets.shape != outputs.shape:
-            raise ShapeError(
-                f"Targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
-                "For one output per datum type outputs.squeeze(1) in the network, or targets[:, None]."
-            )
-        squares = (targets.to(mean.dtype) - mean).square()
-        each = -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi))
-        return each.sum(1) if each.ndim == 2 else each
+        return gaussian_log_prob(checked_targets(targets, outputs.shape).to(mean.dtype), mean, variance)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return ``mean`` and ``variance``, both in the outputs' shape."""
@@ -137,9 +131,6 @@ class Regression(Likelihood):
     def prediction(self, described: Mapping[str, Tensor]) -> RegressionPrediction:
         return RegressionPrediction(described["mean"], described["variance"])
 
-    def extra_repr(self) -> str:
-        return "noise learned" if self.noise is None else f"noise={self.noise}"
-
 
 class FunctionLikelihood(Likelihood):
     """A plain function as a likelihood: enough to train, not to predict."""
@@ -151,20 +142,9 @@ class FunctionLikelihood(Likelihood):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.function(outputs, targets)
 
-    def describe(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"outputs": outputs}
-
-    def prediction(self, described: Mapping[str, Tensor]) -> Prediction:  # noqa: ARG002
-        raise ConfigError(
-            "A function as likelihood does not say what to predict. Use posterior.outputs(x), or write a Likelihood "
-            "with describe() and prediction()."
-        )
-
 
 def as_likelihood(likelihood: Likelihood | LogProb | str) -> Likelihood:
     """Return the likelihood that "classification", "regression", a `Likelihood` or a function stands for."""
-    if isinstance(likelihood, Likelihood):
-        return likelihood
     if likelihood in ("classification", "regression"):
         return Classification() if likelihood == "classification" else Regression()
     if isinstance(likelihood, str) or not callable(likelihood):
@@ -172,7 +152,7 @@ def as_likelihood(likelihood: Likelihood | LogProb | str) -> Likelihood:
             'likelihood must be "classification", "regression", a Likelihood, or a function (outputs, targets) -> log '
             f"probability of each datum, got {likelihood!r}."
         )
-    return FunctionLikelihood(likelihood)
+    return likelihood if isinstance(likelihood, Likelihood) else FunctionLikelihood(likelihood)
 
 
 def one_tensor(outputs: object) -> Tensor:

@@ -1,23 +1,22 @@
-"""`Posterior`: particles of a network that train together."""
+"""`Posterior`: particles of a network that train together, and how they start."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import BayesTrainError, ConfigError, ShapeError
-from bayestrain.infer import METHODS, Method, value_and_grad
+from bayestrain.infer import METHODS, Method, count
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
-from bayestrain.posterior.joint import Joint, Part, stack_joints
-from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood
-from bayestrain.posterior.model import ParticleModel
+from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood, full_precision
+from bayestrain.posterior.model import Joint, Part, ParticleModel, check_counts, joined, stack_joints
+from bayestrain.posterior.prediction import check_temperature
 from bayestrain.prior import NormalPrior, RankPrior
 
 RECOMPUTES = (
@@ -26,18 +25,11 @@ RECOMPUTES = (
 )
 
 
-STATES = 2
-"""How many numbers an optimiser keeps per weight: those of Adam, and at most those of others."""
-
-
-@dataclass(frozen=True)
-class PosteriorStep:
-    """The particles on a batch before they moved: means over the batch ``(n,)``, log prior, outputs, and who is finite.
-
-    A captured step overwrites these tensors with the next one.
-    """
+class PosteriorStep(NamedTuple):
+    """The particles on a batch before they moved; a captured step overwrites these tensors with the next one."""
 
     log_likelihood: Tensor
+    """``(n,)``: means over the batch."""
     log_prior: Tensor
     outputs: Tensor
     alive: Tensor
@@ -58,8 +50,7 @@ class Posterior(ParticleModel):
     own batch norm statistics, which `refresh_statistics` estimates again after training.
 
     Args:
-        models: the particles' starts, copied: networks of one architecture on one device, from `independent`, `around`,
-            or your own.
+        models: networks of one architecture on one device, which are copied: the particles' starts.
         num_data: number of training data.
         likelihood: "classification", "regression", a `Likelihood`, or a function ``(outputs, targets) -> log
             probability of each datum``.
@@ -85,14 +76,11 @@ class Posterior(ParticleModel):
         **options: Any,
     ) -> None:
         models = list(models)
+        check_counts(num_data=num_data, chunk=chunk)
         if method not in METHODS:
             raise ConfigError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
         kind = METHODS[method]
         kind.check_number(len(models))
-        if not hasattr(num_data, "__index__") or num_data < 1:
-            raise ConfigError(f"num_data must be the number of training data, at least 1, got {num_data!r}.")
-        if chunk is not None and chunk < 1:
-            raise ConfigError(f"chunk must be at least 1 particle, got {chunk}.")
         options = {name: value for name, value in options.items() if value is not None}
         if unknown := sorted(options.keys() - kind.options):
             raise ConfigError(f"{method} has no option {unknown[0]!r}; it has {sorted(kind.options)}.")
@@ -101,24 +89,19 @@ class Posterior(ParticleModel):
 
         first = next((p for p in models[0].parameters() if p.requires_grad), torch.empty(()))
         shared = copy.deepcopy(as_likelihood(likelihood)).to(first.device, first.dtype)
-        make_prior = prior or (lambda model: _default_prior(model, num_data))
-        twins = [copy.deepcopy(model) for model in models]
-        joints = [Joint(twin, shared, make_prior(twin), num_data) for twin in twins]
+        joints = [Joint(copy.deepcopy(model), shared) for model in models]
+        make_prior = prior or (lambda model: (RankPrior if factorized_weights(model) else NormalPrior)(model, num_data))
+        self.prior, *_ = [make_prior(joint.model) for joint in joints]
         particles, carried = stack_joints(joints)
         self.method: Method = kind(self._gradients, particles, scale=1 / num_data, **options)
         super().__init__(joints[0], self.method.particles, carried)
-        self.joint.prior_weight = torch.zeros((), device=self.device)
         self.num_data, self.chunk, perf = num_data, chunk, fast()
-        self._training_chunk, self._planned = chunk, False
-        """Particles in a training step, and whether that was chosen for the particles as they are."""
         self._capture = None if perf is None else perf.Capture()
-        self._seen: list[dict[str, Tensor]] = []
-
-    @property
-    def prior(self) -> NormalPrior:
-        """The prior, common to all particles."""
-        assert self.joint.prior is not None
-        return self.joint.prior
+        self._training_chunk: int | None = None
+        """Particles at once in a training step; None before that is chosen."""
+        self._prior_weight = torch.zeros((), device=self.device)
+        """The prior's weight in this step, where a captured step sees it change."""
+        self._seen: dict[str, Tensor] = {}
 
     def step(self, x: Tensor, y: Tensor) -> PosteriorStep:
         """Move all particles, then every lambda.
@@ -128,68 +111,77 @@ class Posterior(ParticleModel):
         """
         if len(y) == 0:
             raise ConfigError("A batch must have at least one datum, got an empty one. Leave it out.")
-        if not self._planned:
+        if self._training_chunk is None:
             self.estimate_memory(x, y)
-        self.joint.prior_weight.fill_(self.prior.current_weight)
-        if self._capture is None:
-            found = self._advance(x, y)
-        else:
-            found = self._capture.step(self._advance, x, y, self.prior, self.method.optimizer)
+        self._prior_weight.fill_(self.prior.current_weight)
+        capture, advance = self._capture, self._advance
+        found = advance(x, y) if capture is None else capture.step(advance, x, y, self.prior, self.method.optimizer)
         self.method.count_step()
-        return PosteriorStep(*found)
+        return found
 
-    def _advance(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    def _advance(self, x: Tensor, y: Tensor) -> PosteriorStep:
         """A step that reads no value, so that it can be captured."""
-        info = self.method.advance((x, y))
-        prior, *chunks = self._seen
-        seen = {name: torch.cat([each[name] for each in chunks]) for name in chunks[0]}
+        alive = self.method.advance((x, y)).alive
+        seen, self._seen = self._seen, {}
         with torch.no_grad():
             for name in self.carried.keys() & seen.keys():  # a batch that broke a particle does not count for its norms
                 own = self.carried[name]
-                own.copy_(torch.where(info.alive.view(-1, *[1] * (own.ndim - 1)), seen[name], own))
+                own.copy_(torch.where(alive.view(-1, *[1] * (own.ndim - 1)), seen[name], own))
             self._move_lambdas()
-        self._seen = []
-        return seen["mean"], prior["value"], seen["outputs"], info.alive
+        return PosteriorStep(seen["log_likelihood"], seen["log_prior"], seen["outputs"], alive)
 
     def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Log densities with gradients: the prior of all particles at once, then the likelihood chunk by chunk."""
+
+        def log_prior(_: Joint) -> dict[str, Tensor]:
+            value = self.prior.log_prob()
+            return {"density": self._prior_weight * value, "log_prior": value.detach()}
+
         self.template.train()
-        n, size, self._seen = len(self), self._training_chunk or len(self), []
-        prior, of_prior = self._part(slice(0, n), Joint.log_prior)
+        n, size = len(self), self._training_chunk or self.chunk or len(self)
+        of_prior, self._seen = self._part(slice(n), log_prior)
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-                found = [self._part(slice(i, i + size), Joint.log_likelihood, *batch) for i in range(0, n, size)]
-        except RuntimeError as error:
-            if RECOMPUTES in str(error) or "use_reentrant" in str(error):
+                found = [self._part(slice(i, i + size), self._log_likelihood, *batch) for i in range(0, n, size)]
+        except (RuntimeError, ConfigError) as error:
+            # PyTorch 2.11 cannot run the last one, a part of its checkpoints, under vmap.
+            if any(sign in str(error) for sign in (RECOMPUTES, "use_reentrant", "_NoopSaveInputs")):
                 raise ConfigError(RECOMPUTES) from error
             raise
-        values = torch.cat([value for value, _ in found])
-        gradients = [torch.cat([own[name] for _, own in found]) for name in particles]
-        return values + prior, dict(zip(particles, torch._foreach_add(gradients, list(of_prior.values())), strict=True))
+        gradients, seen = (joined(each) for each in zip(*found, strict=True))
+        density, prior = seen.pop("density"), self._seen.pop("density")
+        self._seen = {**self._seen, **seen}
+        total = torch._foreach_add([gradients[name] for name in particles], [of_prior[name] for name in particles])
+        return density + prior, dict(zip(particles, total, strict=True))
 
-    def _part(self, which: slice, part: Part, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """A density of some particles with its gradients.
+    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        outputs = joint.model(x)
+        mean = joint.likelihood.log_prob(outputs, y).mean()
+        seen = {"log_likelihood": mean.detach(), "outputs": full_precision(outputs).detach()}
+        return {"density": self.num_data * mean, **seen}
 
-        What the density returns goes to `_seen`, together with the buffers: the pass changes copies of them.
-        """
+    def _part(self, which: slice, part: Part, *inputs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The gradients of a density of some particles, and what the part returned, with the buffers after it."""
+        leaves = {name: tensor[which].detach().requires_grad_() for name, tensor in self.particles.items()}
         carried = {n: t[which].clone() for n, t in self.carried.items() if not inputs or ".rank_state." not in n}
-
-        def density(leaves: dict[str, Tensor], _: Any) -> Tensor:
+        with torch.enable_grad():
             found = self.joint.batched({**leaves, **carried}, part, *inputs)
-            value = found.pop("density")
-            self._seen.append({**found, **carried})
-            return value
-
-        return value_and_grad(density)({name: tensor[which] for name, tensor in self.particles.items()}, None)
+            total, own = found["density"].sum(), list(leaves.values())
+            gradients = torch.autograd.grad(total, own, allow_unused=True, materialize_grads=True)
+        found["density"] = found["density"].detach()
+        return dict(zip(leaves, gradients, strict=True)), {**carried, **found}
 
     def _move_lambdas(self) -> None:
         """The prior's step for all particles; aligning may branch on values, so it takes one after the other."""
         tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
         steps = self.prior.steps
-        size = 1 if self.prior.aligns_next else len(self)
-        for i in range(0, len(self), size):
+
+        def move(_: Joint) -> dict[str, Tensor]:
             self.prior.steps = steps
-            self.joint.batched({name: tensor[i : i + size] for name, tensor in tensors.items()}, Joint.move_lambda)
+            self.prior.step()
+            return {}
+
+        self.joint.batched(tensors, move, size=1 if self.prior.aligns_next else None)
 
     def estimate_memory(self, x: Tensor, y: Tensor) -> Any:
         """Estimate what training on batches like this one takes, and choose the chunk; raise if it cannot fit.
@@ -197,16 +189,17 @@ class Posterior(ParticleModel):
         `step` does this when it first runs, and when shapes have changed. Without `bayestrain.perf` there is no
         estimate (None), and all particles run at once unless `chunk` says otherwise.
         """
-        self._planned, perf = True, fast()
+        perf = fast()
         if perf is None or self._capture is None:
             return None
         self._capture.forget()  # a captured step has the old chunks
         one = {name: tensor[:1].detach().clone() for name, tensor in {**self.particles, **self.carried}.items()}
         own = [*(one[name].requires_grad_() for name in self.particles), x, y]
         self.template.train()
-        needed = perf.memory.activations(lambda: self.joint.batched(one, Joint.log_likelihood, x, y), own, self.device)
-        held = (2 + STATES) * sum(tensor.numel() * tensor.element_size() for tensor in self.particles.values())
-        allocated = held if self.method.steps else held // (2 + STATES)
+        needed = perf.memory.activations(lambda: self.joint.batched(one, self._log_likelihood, x, y), own, self.device)
+        weights = sum(tensor.nbytes for tensor in self.particles.values())
+        held = 4 * weights  # with gradients, and what Adam keeps, which is the most
+        allocated = held if self.method.steps else weights
         estimate = perf.memory.choose_chunk(len(self), held, allocated, needed, self.template, self.device, self.chunk)
         self._training_chunk = estimate.chunk
         return estimate
@@ -225,18 +218,12 @@ class Posterior(ParticleModel):
     def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
         """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, variance) from here on.
 
-        The optimiser loses its moments.
-
-        Args:
-            variance: if None, the variance that weights without lambda had.
-            weight: of the prior; if None, as it was.
+        The variance (that of parameters no lambda governs) and the prior's weight stay as they were unless given. The
+        optimiser loses its moments.
         """
-        prior = self.prior
-        self.joint.prior = NormalPrior(
-            self.template, self.num_data,
-            variance=prior.variance if variance is None else variance,
-            weight=prior.weight if weight is None else weight,
-        )  # fmt: skip
+        old = self.prior
+        variance, weight = old.variance if variance is None else variance, old.weight if weight is None else weight
+        self.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
         self.joint.remove_lambda()
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
@@ -271,20 +258,22 @@ class Posterior(ParticleModel):
         try:
             stacked = {**state["method"]["particles"], **state["carried"]}
             one = {name: tensor[0] for name, tensor in stacked.items()} | state["shared"]
-            copy.deepcopy(self.joint).take(one, state["ranks_fixed"])
-            if any(len(tensor) != len(self) for tensor in stacked.values()):
-                raise ShapeError(f"it must hold {len(self)} particles")
-            if state["shared"].keys() != self.state_dict()["shared"].keys():
-                raise ShapeError("other parameters are frozen")
+            trial = copy.deepcopy(self.joint)
+            if state["ranks_fixed"]:
+                trial.remove_lambda()
+            if odd := sorted(trial.tensors().keys() ^ one.keys()):
+                raise ShapeError(f"only one of the two has {odd[0]!r}")
+            trial.load_state_dict(one, strict=False)  # not strict: a tensor with several names is there under one
+            count(stacked)
             self.method.check_state(state["method"])
             copy.copy(self.prior).load_state_dict(state["prior"])
-            temperature = Classification(state["temperature"] or 1.0).temperature
+            check_temperature(temperature := state["temperature"] or 1.0)
             variance, weight = float(state["variance"]), float(state["prior"]["weight"])
         except (BayesTrainError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
         if state["ranks_fixed"]:
             self.fix_ranks_(variance, weight)
-        self.joint.take(one, state["ranks_fixed"])
+        self.joint.load_state_dict(one, strict=False)
         for name, tensor in state["carried"].items():
             self.carried[name] = tensor.to(self.carried[name], copy=True)
         self.method.load_state_dict(state["method"])
@@ -294,8 +283,7 @@ class Posterior(ParticleModel):
         self._changed()
 
     def _changed(self) -> None:
-        """Shapes or modules are not what they were."""
-        self._planned = False
+        self._training_chunk = None
         self.joint.forget_copies()
 
     def __repr__(self) -> str:
@@ -303,12 +291,32 @@ class Posterior(ParticleModel):
 
 
 def _adam(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """Adam; on a GPU one whose steps can be captured."""
-    device = named[0][1].device
-    if device.type != "cuda":
+    if (device := named[0][1].device).type != "cuda":
         return torch.optim.Adam(named, lr=1e-3)
     return torch.optim.Adam(named, lr=torch.tensor(1e-3, device=device), capturable=True)
 
 
-def _default_prior(model: nn.Module, num_data: int) -> NormalPrior:
-    return RankPrior(model, num_data) if factorized_weights(model) else NormalPrior(model, num_data)
+def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[nn.Module]:
+    """Call `build` n times, each with its own random numbers, for diverse particles; the global generator stays."""
+    models = []
+    with torch.random.fork_rng(devices=[]):
+        for i in range(n):
+            torch.manual_seed(seed * 1_000_003 + i)
+            models.append(build())
+    return models
+
+
+@torch.no_grad()
+def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list[nn.Module]:
+    """Copy a trained network n times, with Gaussian noise of `scale` times its RMS added to every trainable tensor.
+
+    All copies lie in one mode of the posterior and stay there: cheap, but hardly more diverse than the point.
+    """
+    if not scale > 0:
+        raise ConfigError(f"scale must be positive, or all particles coincide, got {scale}.")
+    generator = torch.Generator().manual_seed(seed)
+    copies = [copy.deepcopy(model) for _ in range(n)]
+    for parameter in (p for twin in copies for p in twin.parameters() if p.requires_grad):
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter.device)
+        parameter.add_(noise * scale * parameter.square().mean().sqrt())
+    return copies

@@ -34,7 +34,7 @@ from bayestrain.posterior import (
     fit_temperature,
     independent,
 )  # fmt: skip
-from bayestrain.posterior.joint import stack_joints
+from bayestrain.posterior.model import stack_joints
 from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.config import RunConfig, TensorizeSettings

@@ -332,7 +332,7 @@ def predict(
 
 def can_predict(likelihood: Likelihood) -> bool:
     """Whether the likelihood says what to predict; a plain function does not."""
-    return not hasattr(likelihood, "function")
+    return type(likelihood).prediction is not Likelihood.prediction
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:
