@@ -125,10 +125,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "posterior.safetensors"
     tensors = load_file(file)
     for change, message in (
-        ({"model.6.bias": tensors["model.6.bias"][:, :2]}, r"model\.6\.bias needs shape \(3,\), there is \(2,\)"),
-        ({"model.6.bias": tensors["model.6.bias"][:2]}, "it does not hold 3 particles"),
-        ({"model.7.bias": torch.zeros(3, 1)}, r"do not have these in common: model\.7\.bias"),
-        ({"model.4.factorized.cores.0": torch.zeros(3, 2, 2)}, r"4\.factorized\.cores\.0 needs shape"),
+        (
+            {"model.6.bias": tensors["model.6.bias"][:, :2]},
+            r"model\.6\.bias needs shape \(3,\) .*, there is shape \(2,\)",
+        ),
+        ({"model.6.bias": tensors["model.6.bias"][:2]}, "does not hold the 3 particles"),
+        ({"model.7.bias": torch.zeros(3, 1)}, r"not in both: model\.7\.bias"),
+        ({"model.4.factorized.cores.0": torch.zeros(3, 2, 2)}, "do not fit each other at layer 'model.4'"),
     ):
         save_file({name: t.contiguous() for name, t in {**tensors, **change}.items()}, file)
         with pytest.raises(DataError, match=message):
@@ -147,5 +150,5 @@ def test_a_likelihood_of_ones_own_is_asked_for(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "model.json").read_text())
     for wrong in ({"kind": "classification", "temperature": -1}, {"kind": "regression", "noise": "much"}):
         (tmp_path / "model.json").write_text(json.dumps({**about, "likelihood": wrong}))
-        with pytest.raises(DataError, match="is damaged"):
+        with pytest.raises(DataError, match="describes no saved model"):
             load(tmp_path, dense())
