@@ -86,7 +86,7 @@ def test_particles_around_a_network_have_a_rate_of_their_own() -> None:
     around = run_config("cifar10-cnn", particles=20, around="runs/x32", epochs=6)
     assert (around.fit.epochs, around.fit.finetune_epochs, around.fit.search) == (6, 0, False)
     assert around.fit.lr == pytest.approx(0.1 * run_config("cifar10-cnn").fit.lr)
-    assert (around.run.from_run, around.posterior.start, around.posterior.jitter) == ("runs/x32", "around", 0.2)
+    assert (around.run.from_run, around.around, around.posterior.jitter) == ("runs/x32", True, 0.2)
     assert around.run.data == "paper.data:cifar10_cutout_beside"
     assert run_config("mnist", particles=3, around="x", epochs=1).fit.lr == 3e-3  # of the fine-tuning
 
