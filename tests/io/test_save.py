@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +31,6 @@ def trained(**config: Any) -> nn.Sequential:
     model(torch.randn(8, 3, 9, 9))  # running statistics of its own
     compact_(model, tol=0.5)
     return model.eval()
-
-
-def header(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite the header of a safetensors file."""
-    content = file.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    known = json.loads(content[8 : 8 + size])
-    change(known)
-    text = json.dumps(known).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -125,14 +113,13 @@ class Shared(nn.Module):
         return self.head(x) + self.twin(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path) -> None:
     model = Shared()
     tensorize_(model, TensorizeConfig(max_rank=4), lambda _, name: name.startswith("a"))
     model(torch.randn(8, 16, 5, 5))
-    save(model.eval().to(dtype), tmp_path)
+    save(model.eval().double(), tmp_path)
     again = load(tmp_path, Shared())
-    x = torch.randn(2, 16, 5, 5, dtype=dtype)
+    x = torch.randn(2, 16, 5, 5, dtype=torch.float64)
     assert torch.equal(again(x), model(x))
     assert again.a is again.b
     assert torch.equal(again.mask, model.mask)
@@ -279,17 +266,10 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     save(model, tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[:-10])
-    with pytest.raises(DataError, match="is missing or damaged"):
-        load(tmp_path, dense())
-    file.write_bytes(content)
-
-    def grow(known: dict[str, Any]) -> None:
-        known["6.factorized.cores.0"]["shape"] = [10**9, 10**9]
-
-    header(file, grow)
-    with pytest.raises(DataError, match="is missing or damaged"):
-        load(tmp_path, dense())
+    for damaged in (content[:-10], content.replace(b'"F32"', b'"F64"', 1), b"nonsense"):  # a header has its own sizes
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match="is missing or damaged"):
+            load(tmp_path, dense())
     tensors = {name: t.contiguous() for name, t in model.state_dict().items()}
     for wrong, message in (
         ({"6.bias": torch.full((5,), torch.nan)}, r"has NaN values in '6\.bias'"),
@@ -302,6 +282,3 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         save_file({**tensors, **wrong}, file)
         with pytest.raises(DataError, match=message):
             load(tmp_path, dense())
-    file.unlink()
-    with pytest.raises(DataError, match="is missing or damaged"):
-        load(tmp_path, dense())

@@ -31,9 +31,6 @@ from paper.records import RecordError, gather, read_group
 BUILDERS = {"mnist": networks.mnist_mlp, "cifar10-cnn": networks.cifar10_cnn, "cifar10-resnet110": networks.resnet110}
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", ["default", "paper"])
 @pytest.mark.parametrize("name", PAPER)
 def test_presets_have_the_epochs_that_the_table_recognises_short_runs_by(name: str, preset: str) -> None:
@@ -161,9 +158,6 @@ def test_every_command_of_the_makefile_trains_what_was_recorded(tmp_path: Path) 
     assert len(found) == len(lines) == 33
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def _mini(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 digits that ship with the package in place of all data sets."""
@@ -198,8 +192,6 @@ def test_images_beside_are_named_and_have_the_same_patches() -> None:
     assert not torch.equal(before, after)
     assert torch.equal(before.flatten(1).sort().values, after.flatten(1).sort().values)
 
-
-# --- from training to the table ---------------------------------------------------------------------------------------
 
 AROUND = ["--set", "fit.batch_size=100", "--device", "cpu"]
 SMALL = [*AROUND, "--set", "fit.epochs=2", "--set", "fit.finetune_epochs=1", "--set", "tensorize.max_rank=4"]
@@ -252,19 +244,18 @@ def test_seeds_are_trained_recorded_and_tabled(train: Any, tmp_path: Path, monke
     assert "`cloud`, a single network" in text
 
     # A finished seed is only recorded; with other settings, or in place of another commit's, it is not.
-    before = (results / "mnist" / "two" / "summary.json").read_text()
-    train("--label", "two", "--seeds", "0", "1", *SMALL)
+    again, file = ("--label", "two", "--seeds", "0", "1", *SMALL), results / "mnist" / "two" / "summary.json"
+    before = json.loads(file.read_text())
+    train(*again)
     assert len(fitted) == 3
-    assert json.loads((results / "mnist" / "two" / "summary.json").read_text()) == json.loads(before)
+    assert json.loads(file.read_text()) == before
     with pytest.raises(SystemExit, match=r"had other settings \(fit.lr was 0.01, now 0.02\)"):
-        train("--label", "two", "--seeds", "0", "1", *SMALL, "--set", "fit.lr=2e-2")
-    old = {**json.loads(before), "commits": ["f" * 40]}
-    (results / "mnist" / "two" / "summary.json").write_text(json.dumps(old))
+        train(*again, "--set", "fit.lr=2e-2")
+    file.write_text(json.dumps({**before, "commits": ["f" * 40]}))
     with pytest.raises(SystemExit, match=r"was recorded at commits f{40}\. Give another --label"):
-        train("--label", "two", "--seeds", "0", "1", *SMALL)
-    train("--label", "two", "--seeds", "0", "1", *SMALL, "--replace")
-    replaced = json.loads((results / "mnist" / "two" / "summary.json").read_text())
-    assert {**replaced, "command": ""} == {**json.loads(before), "command": ""}
+        train(*again)
+    train(*again, "--replace")
+    assert {**json.loads(file.read_text()), "command": before["command"]} == before
 
     # A temperature that suits the test images and not those held out is refused.
     run = tmp_path / "runs" / "mnist-two-seed0"

@@ -11,6 +11,8 @@ import pytest
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.train.folder import FILES, FORMAT, RunFolder, read_json
 
+CHECKPOINT = "checkpoint.pt"
+
 
 def begun(path: Path) -> Path:
     with RunFolder(path) as folder:
@@ -52,8 +54,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file" / "run")
 
 
-# --- two processes ----------------------------------------------------------------------------------------------------
-
 HOLD = """
 import sys, time
 from bayestrain.train.folder import RunFolder
@@ -65,8 +65,8 @@ with RunFolder(sys.argv[1]) as folder:
 
 def test_a_second_process_is_told_the_first_ones_number(tmp_path: Path) -> None:
     first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert first.stdout is not None
     try:
-        assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
         for options in ({}, {"overwrite": True}):
             with pytest.raises(ConfigError, match=rf"in use by process {first.pid} on .*\. Wait until that ends"):
@@ -74,17 +74,8 @@ def test_a_second_process_is_told_the_first_ones_number(tmp_path: Path) -> None:
     finally:
         first.kill()
         first.communicate()
-    with RunFolder(tmp_path):  # a killed process leaves no lock
-        pass
-
-
-def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
-    with RunFolder(tmp_path), pytest.raises(ConfigError, match="in use by process"):
+    with RunFolder(tmp_path), pytest.raises(ConfigError, match="in use by process"):  # a killed process leaves no lock
         RunFolder(tmp_path)
-    RunFolder(tmp_path).close()
-
-
-# --- symbolic links ---------------------------------------------------------------------------------------------------
 
 
 def test_overwriting_removes_links_and_never_what_they_lead_to(tmp_path: Path) -> None:
@@ -99,9 +90,6 @@ def test_overwriting_removes_links_and_never_what_they_lead_to(tmp_path: Path) -
     assert sorted(file.name for file in run.iterdir()) == [".lock", "extra", "posterior.safetensors"]
     assert (other / CHECKPOINT).exists()
     assert (other / "sub" / "file").read_text() == "theirs"
-
-
-CHECKPOINT = "checkpoint.pt"
 
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -131,9 +119,6 @@ def test_writing_never_follows_a_planted_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Cannot write to"):
         RunFolder(run, overwrite=True)
     assert victim.read_text() == "precious"
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:

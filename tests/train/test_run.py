@@ -12,7 +12,6 @@ import torch
 from fit_kit import StopAfter
 
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
-from bayestrain.train import Callback
 from bayestrain.train import config as configs
 from bayestrain.train.config import RunConfig
 from bayestrain.train.run import evaluate_run, load_data, load_run, resolve, train_run
@@ -29,7 +28,6 @@ def data():
     y = x[:, :1] - 2 * x[:, 1:2]
     return tuple((x[part], y[part]) for part in (slice(160), slice(160, 200), slice(200, 240)))
 
-number = 3
 broken = (1, 2, 3, 4)
 """
 
@@ -42,6 +40,11 @@ def config(tmp_path: Path) -> RunConfig:
     run = {"model": f"{file}:build", "data": f"{file}:data", "likelihood": "regression"}
     fit = {"epochs": 3, "finetune_epochs": 1, "batch_size": 40, "lr": 2e-2}
     return RunConfig.from_dict({"run": run, "fit": fit, "tensorize": {"max_rank": 4}})
+
+
+class StopAtStart:
+    def on_start(self, _: Any) -> None:
+        raise KeyboardInterrupt
 
 
 def test_a_run_is_trained_loaded_evaluated_and_finished_only_once(config: RunConfig, tmp_path: Path) -> None:
@@ -62,11 +65,6 @@ def test_a_run_is_trained_loaded_evaluated_and_finished_only_once(config: RunCon
         train_run(config.override(["fit.lr=0.1"]), out, resume=True)
 
 
-class StopAtStart(Callback):
-    def on_start(self, plan: Any) -> None:  # noqa: ARG002
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("particles", [1, 2])
 def test_a_run_killed_at_any_time_does_not_forget_what_it_starts_from(
     config: RunConfig, tmp_path: Path, particles: int
@@ -83,11 +81,9 @@ def test_a_run_killed_at_any_time_does_not_forget_what_it_starts_from(
     with pytest.raises(Interrupted):
         train_run(configs.load(out / "config.toml"), out, callbacks=[StopAfter(1)])
     result = train_run(configs.load(out / "config.toml"), out, resume=True)
-    assert result["from_run"]["run"] == str(tmp_path / "first")
-    assert result["from_run"]["epochs"] == 4
+    assert (result["from_run"]["run"], result["from_run"]["epochs"]) == (str(tmp_path / "first"), 4)
     assert result["metrics"] == whole["metrics"]
-    environment = json.loads((out / "environment.json").read_text())
-    assert len(environment["earlier"]) == 1
+    assert len(json.loads((out / "environment.json").read_text())["earlier"]) == 1
     changed = config.override([f"run.model={config.run.model.replace('build', 'other')}"])
     with pytest.raises(ConfigError, match="Name the same model"):
         train_run(changed, tmp_path / "other")
@@ -119,9 +115,6 @@ def test_data_and_networks_of_another_kind_are_refused(config: RunConfig, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-# --- config -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_config_file_has_every_setting_with_its_meaning(config: RunConfig, tmp_path: Path) -> None:
     config = config.override(["tensorize.modes={0 = [[2, 2], [4, 4]]}", 'tensorize.keep_dense=["2"]'])
     file = tmp_path / "run.toml"
@@ -132,22 +125,29 @@ def test_a_config_file_has_every_setting_with_its_meaning(config: RunConfig, tmp
     assert (changed.fit.optimizer, changed.fit.milestones, changed.run.name) == ("sgd", (0.5,), "two words")
 
 
+NAMED = "[run]\nmodel='m:b'\ndata='m:d'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("fit = 3", r"fit must be a section of settings, \[fit\], got 3"),
-        ("[fit]\nepochs = 0", r"run\.toml: run\.model has no default"),
-        ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nepoch = 3", 'no setting "fit.epoch". Did you mean "fit.epochs"'),
-        ("[run]\nmodel='m:b'\ndata='m:d'\nepochs = 3", 'no setting "run.epochs". Did you mean "fit.epochs"'),
-        ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nlr = inf", r"fit\.lr must be a number above 0, got Infinity"),
-        ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\nlr = true", r"fit\.lr must be a number above 0, got true"),
-        ("[run]\nmodel='m:b'\ndata='m:d'\n[fit]\noptimizer = 'adm'", 'Did you mean "adam"'),
-        ("[run]\nmodel='m:b'\ndata='m:d'\n[tensorize]\nkeep_dense = 'x'", "must be a list, each text in quotes"),
+        ("[fit]\nepochs = 3", r"run\.toml: run\.model has no default"),
+        ("[fit]\nepoch = 3", 'no setting "fit.epoch". Did you mean "fit.epochs"'),
+        ("[run]\nepochs = 3", 'no setting "run.epochs". Did you mean "fit.epochs"'),
+        ("[fitt]", 'no setting "fitt". Did you mean "fit"'),
+        (f"{NAMED}[fit]\nlr = inf", r"fit\.lr must be a number above 0, got Infinity"),
+        (f"{NAMED}[fit]\nlr = true", r"fit\.lr must be a number above 0, got true"),
+        (f"{NAMED}[fit]\nepochs = 1.5", r"fit\.epochs must be an integer at least 1, got 1\.5"),
+        (f"{NAMED}[fit]\nmilestones = [0.5, 1.0]", r"must be a list, each a number above 0 and below 1, got \[0.5, 1"),
+        (f"{NAMED}[fit]\noptimizer = 'adm'", 'Did you mean "adam"'),
+        (f"{NAMED}[tensorize]\nkeep_dense = 'x'", "must be a list, each text in quotes"),
+        (f"{NAMED}[tensorize]\nmodes = 3", "modes must be a table, got 3"),
         ("epochs = " + "9" * 5000, "is not valid TOML"),
         ("x = " + "[" * 100_000, "is not valid TOML"),
         ("x = \xff", "is not valid TOML"),
     ],
-    ids=range(11),
+    ids=range(15),
 )
 def test_a_config_that_does_not_fit_names_file_rule_and_value(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
