@@ -120,7 +120,7 @@ def test_another_number_of_particles_is_refused(tmp_path: Path, wrong: object) -
     save(trained()[0], tmp_path)
     about = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**about, "particles": wrong}))
-    with pytest.raises(DataError, match="does not hold|describes no saved model"):
+    with pytest.raises(DataError, match=r"does not hold|describes no saved model"):
         load(tmp_path, dense())
 
 

@@ -250,9 +250,8 @@ IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")
 
 def unknown_setting(name: str) -> ConfigError:
     """The error for a setting that does not exist, with the nearest one."""
-    known = {f"{title}.{each.name}": each.name for title in SECTIONS for each in dataclasses.fields(SECTIONS[title])}
-    elsewhere = [full for full, last in known.items() if last == name.rpartition(".")[2]]
-    hint = nearest(name, elsewhere) or nearest(name, [*known, *SECTIONS])
+    known = [f"{title}.{each.name}" for title in SECTIONS for each in dataclasses.fields(SECTIONS[title])]
+    hint = nearest(name, [*known, *SECTIONS])
     return ConfigError(f"There is no setting {shown(name)}.{hint} The sections are {', '.join(SECTIONS)}.")
 
 

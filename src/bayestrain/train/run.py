@@ -77,9 +77,9 @@ def train_run(
         if (perf := fast()) is not None:
             perf.memory.retain_freed_memory()
         fitted = fit(
-            models[0] if how.particles == 1 else models, data.train, data.validation, likelihood=likelihood,
-            config=settings, prior=config.prior, method=how.method, kernel=how.kernel, temperature=how.temperature,
-            chunk=how.chunk, callbacks=callbacks, folder=opened, resume=resume, device=place, seed=seed, progress=False,
+            models, data.train, data.validation, likelihood=likelihood, config=settings, prior=config.prior,
+            method=how.method, kernel=how.kernel, temperature=how.temperature, chunk=how.chunk, callbacks=callbacks,
+            folder=opened, resume=resume, device=place, seed=seed, progress=False,
         )  # fmt: skip
         trained = fitted.posterior or fitted.model
         result = {
