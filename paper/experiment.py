@@ -97,7 +97,7 @@ def train(config: RunConfig, out: Path, *, preset: str, kind: str, device: str, 
     from bayestrain.train.run import train_run
 
     resume = any((out / name).exists() for name in ("checkpoint.pt", "checkpoint-previous.pt", "result.json"))
-    point = point or (config.run.from_run if config.around else "")
+    point = point or (config.run.from_run if config.posterior.particles > 1 else "")
     compared = describe_point(Path(point)) if point else None  # what is missing is found before hours of training
     train_run(config, out, resume=resume, device=device, callbacks=[ProgressPrinter(every=10.0)], command=command)
     write_validation(out, device)

@@ -123,6 +123,8 @@ def test_a_config_file_has_every_setting_with_its_meaning(config: RunConfig, tmp
     assert "# passes over the training data before the final cut\nepochs = 3\n" in file.read_text()
     changed = config.override(["fit.optimizer=sgd", "fit.milestones=[0.5]", "run.name=two words"])
     assert (changed.fit.optimizer, changed.fit.milestones, changed.run.name) == ("sgd", (0.5,), "two words")
+    numbers = configs.FitConfig(lr=torch.tensor(0.5).numpy()[()], epochs=torch.tensor(3).numpy()[()])
+    assert (type(numbers.lr), type(numbers.epochs)) == (float, int)
 
 
 NAMED = "[run]\nmodel='m:b'\ndata='m:d'\n"
@@ -154,8 +156,3 @@ def test_a_config_that_does_not_fit_names_file_rule_and_value(text: str, message
     file.write_bytes(text.encode("latin1"))
     with pytest.raises(ConfigError, match=message):
         configs.load(file)
-
-
-def test_numbers_of_numpy_become_plain() -> None:
-    lr = configs.FitConfig(lr=torch.tensor(0.5).numpy()[()], epochs=torch.tensor(3).numpy()[()])
-    assert (type(lr.lr), type(lr.epochs)) == (float, int)

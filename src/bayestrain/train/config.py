@@ -202,11 +202,6 @@ class RunConfig:
     fit: FitConfig = FitConfig()
     posterior: PosteriorConfig = PosteriorConfig()
 
-    @property
-    def around(self) -> bool:
-        """Whether particles start around the network of a finished run, otherwise independently."""
-        return bool(self.run.from_run) and self.posterior.particles > 1
-
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, as TOML and JSON hold them."""
         return {title: plain(vars(getattr(self, title))) for title in SECTIONS}

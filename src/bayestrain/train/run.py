@@ -60,13 +60,14 @@ def train_run(
                 f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or choose "
                 "another folder."
             )
-    data, likelihood, note = load_data(config.run.data), _likelihood(config.run.likelihood), None
+    data, likelihood, note, settings = load_data(config.run.data), _likelihood(config.run.likelihood), None, config.fit
     if config.run.from_run:
         start, note = _finished_run(config)
-        models = around(start, how.particles, how.jitter, seed) if config.around else [start]
+        models = [start]
+        if how.particles > 1:  # their ranks stay as they are
+            models, settings = around(start, how.particles, how.jitter, seed), replace(settings, search=False)
     else:
         models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, seed)
-    settings = replace(config.fit, search=False) if config.around else config.fit
     if not resume:
         check_target(settings, models[0])  # before a run is overwritten
     with RunFolder(path, resume=resume, overwrite=overwrite) as opened:
