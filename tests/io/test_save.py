@@ -128,15 +128,14 @@ def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [torch.float32, torch.float64])
-def test_the_types_of_the_file_win(tmp_path: Path, dtype: torch.dtype, given: torch.dtype) -> None:
+def test_the_types_of_the_file_win(tmp_path: Path, dtype: torch.dtype) -> None:
     model = trained()
-    model[3].to(dtype)
-    model[1].to(dtype)
+    model[1:4].to(dtype)
     save(model, tmp_path)
-    again = load(tmp_path, dense().to(given)).state_dict()
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(again[name], tensor, rtol=0, atol=0, msg=name)
+    for given in (torch.float32, torch.float64):
+        again = load(tmp_path, dense().to(given)).state_dict()
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(again[name], tensor, rtol=0, atol=0, msg=name)
 
 
 def test_frozen_layers_and_hooks_stay_as_they_are_in_the_network_given(tmp_path: Path) -> None:
@@ -172,12 +171,8 @@ def test_what_should_not_be_saved_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lazy_network_needs_its_weights_first(tmp_path: Path) -> None:
-    def build() -> nn.Sequential:
-        return nn.Sequential(nn.Flatten(), nn.LazyLinear(12))
-
-    x = torch.randn(3, 8)
-    model, fresh = build(), build()
-    model(x)
+    model, fresh = (nn.Sequential(nn.Flatten(), nn.LazyLinear(12)) for _ in range(2))
+    model(x := torch.randn(3, 8))
     tensorize_(model, TensorizeConfig(max_rank=3))
     save(model, tmp_path)
     with pytest.raises(ConfigError, match=r"lazy layers: 1\. Run one batch"):
@@ -234,7 +229,6 @@ WEIGHT = ("weights", "6.factorized")
         (("kind",), "posterior"),
         (("weights",), 3),
         (WEIGHT, 3),
-        ((*WEIGHT, "layout", "splits"), [[10**9], [10**9]]),
         ((*WEIGHT, "layout", "splits"), [[5], [10**40]]),
         ((*WEIGHT, "layout", "splits"), [[-5, -1], [16]]),
         ((*WEIGHT, "layout", "splits"), [[1] * 100, [16]]),

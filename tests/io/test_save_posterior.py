@@ -94,14 +94,11 @@ def test_frozen_parameters_are_saved_once(tmp_path: Path, where: str) -> None:
 
 
 def test_buffers_that_no_state_dict_saves_are_the_networks_own(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        model = nn.Linear(4, 3)
-        model.register_buffer("ones", torch.ones(3), persistent=False)
-        return model
-
-    posterior, x = Posterior(independent(build, 2), 50), torch.randn(5, 4)
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    model.register_buffer("ones", torch.ones(3), persistent=False)
+    posterior = Posterior(around(model, 2), 50)
     save(posterior, tmp_path)
-    assert torch.equal(load(tmp_path, build()).outputs(x), posterior.outputs(x))
+    assert torch.equal(load(tmp_path, model).outputs(x), posterior.outputs(x))
 
 
 def test_lambda_is_not_saved(tmp_path: Path) -> None:
