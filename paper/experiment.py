@@ -79,11 +79,13 @@ def run_config(
             "lr": fit["finetune_lr"] or AROUND_RATE * fit["lr"], "schedule": "cosine", "milestones": [],
             "lr_warmup_epochs": 0.0,
         }  # fmt: skip
-        settings["posterior"] |= {"start": "around", "jitter": jitter}
+        settings["posterior"]["jitter"] = jitter
     config = RunConfig.from_dict(settings).override(overrides)
     if kind != "low-rank" and not around:  # one phase, as long as the two of a search
         fit = config.fit
-        config = config.replace("fit", search=False, epochs=fit.epochs + fit.finetune_epochs, finetune_epochs=0)
+        config = config.override(
+            ["fit.search=false", f"fit.epochs={fit.epochs + fit.finetune_epochs}", "fit.finetune_epochs=0"]
+        )
     if not config.fit.search and config.fit.target_ratio:
         raise ConfigError("These ranks stay as they are (--kind, --around): leave --target-ratio out.")
     return config
@@ -95,7 +97,7 @@ def train(config: RunConfig, out: Path, *, preset: str, kind: str, device: str, 
     from bayestrain.train.run import train_run
 
     resume = any((out / name).exists() for name in ("checkpoint.pt", "checkpoint-previous.pt", "result.json"))
-    point = point or (config.run.from_run if config.posterior.start == "around" else "")
+    point = point or (config.run.from_run if config.posterior.particles > 1 else "")
     compared = describe_point(Path(point)) if point else None  # what is missing is found before hours of training
     train_run(config, out, resume=resume, device=device, callbacks=[ProgressPrinter(every=10.0)], command=command)
     write_validation(out, device)

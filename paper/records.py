@@ -381,7 +381,7 @@ def _new_run(folder: Path, result: Json, config: Json, environment: Json, summar
     """A run of the package since its rewrite, with the `paper.json` that `paper.experiment` adds."""
     fit, about, extra = config["fit"], result["posterior"], read_json(folder / "paper.json")
     posterior, calibrated = None, result["calibrated"] or {}
-    around = config["posterior"]["start"] == "around"
+    around = bool(about and config["run"]["from_run"])
     if about is not None:
         ood = about["ood"] or {}
         posterior = Posterior(

@@ -1,21 +1,21 @@
 """Saved models and posteriors: a folder with the tensors (safetensors) and ``model.json``, which describes them.
 
-The JSON describes every factorised weight: format, equation, layout and shapes of its cores. So a model whose ranks
-were found in training is rebuilt from a freshly built dense network, whatever the format. Both files hold data only,
-and the sizes in them are compared with each other before anything is allocated.
+The JSON holds format, equation and layout of every factorised weight, and its tensors have the ranks. So a model whose
+ranks were found in training is rebuilt from a freshly built dense network, whatever the format. Both files hold data
+only, and what they hold is compared with the network before it changes.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
@@ -25,31 +25,22 @@ from bayestrain.nn.convert import TWINS, replace_layers
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import TensorLayer, is_lazy
 from bayestrain.nn.layout import Layout
-from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights
+from bayestrain.nn.sizes import count_parameters, dense_parameters, layer_name
 from bayestrain.posterior import Classification, Joint, Likelihood, ParticleModel, Regression
 
-VERSION = 1
+VERSION = 2
 WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
-LARGEST_DESCRIPTION, LARGEST_SIZE, MOST_SIZES = 64 << 20, 1 << 40, 64
-"""Bounds on what is read: bytes of the JSON, a size in it, and the number of sizes in one list."""
+LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64
+"""Bounds on what is read: bytes of the JSON, and the number of sizes in one list."""
 
-LIKELIHOODS: dict[str, tuple[Callable[[Any], Likelihood], str]] = {
-    "classification": (Classification, "temperature"),
-    "regression": (Regression, "noise"),
-}
-"""Likelihoods that a file can describe, each with its setting."""
+LAYOUT = ("shape", "axes", "splits", "modes")
 
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
-    """Write a model or a posterior into a folder, which is created if necessary.
+    """Write a model or a posterior into a folder, which is created if necessary; ``model.json`` includes `about`.
 
     Lambda is not part of a saved model: remove it first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen
     parameters, which all particles share, are saved once.
-
-    Args:
-        model: any network, or a posterior.
-        path: the folder.
-        about: stored in ``model.json`` as it is.
     """
     module = model if isinstance(model, nn.Module) else model.joint
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
@@ -59,9 +50,23 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         own |= {"kind": "posterior", "particles": len(model), "likelihood": _describe_likelihood(model.likelihood)}
         own["shared"] = sorted(tensors.keys() - stacked.keys())
         tensors |= stacked
-    _check_savable(module, tensors)
-    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
-    own["weights"] = {name: _describe(module, weight) for name, weight in factorized_weights(module).items()}
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
+        # A mask, which is a buffer, may be infinite.
+        if bool(tensor.isnan().any()) or (name in parameters and bool(tensor.isinf().any())):
+            raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
+    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module), "weights": {}}
+    for name, weight in module.named_modules():
+        if isinstance(weight, FactorizedWeight):
+            if weight.rank_state is not None:
+                raise ConfigError(
+                    "The model still carries lambda. Call prior.remove_(), or posterior.fix_ranks_() if it is a "
+                    "posterior; if there is no prior any more, RankPrior(model, num_data=1).remove_()."
+                )
+            layout = {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)}
+            own["weights"][name] = {"format": weight.format.name, "equation": str(weight.equation), "layout": layout}
     if taken := sorted(set(own) & set(about or {})):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     try:
@@ -69,10 +74,9 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     except (TypeError, ValueError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    content = safetensors.torch.save(plain)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
+    write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), safetensors.torch.save(plain))
     write_atomically(folder / DESCRIPTION, text)
 
 
@@ -85,95 +89,64 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
             its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
-    folder, description = read_description(path)
-    module, stacked = into, description["kind"] == "posterior"
-    if stacked:
-        known = _likelihood(folder, description) if likelihood is None else copy.deepcopy(likelihood)
-        module = Joint(into, known)
-    file = folder / (PARTICLES if stacked else WEIGHTS)
-    tensors = _read_tensors(file, description)
-    _rebuild(folder, description, module)
-    shared = description["shared"] if stacked else tensors.keys()
-    _fill(file, module, {name: tensor if name in shared else tensor[0] for name, tensor in tensors.items()})
-    module.eval()
-    if not isinstance(module, Joint):
-        return into
+    folder, description = _read_description(path)
+    if description["kind"] == "model":
+        _fill(folder, description, into, _read_tensors(folder / WEIGHTS))
+        return into.eval()
+    likelihood = description["likelihood"] if likelihood is None else copy.deepcopy(likelihood)
+    if likelihood is None:
+        raise ConfigError(f"{folder / DESCRIPTION} names no likelihood of BayesTrain. Pass likelihood=yours to load.")
+    joint, tensors, n = Joint(into, likelihood), _read_tensors(folder / PARTICLES), description["particles"]
+    stacked = {name: tensor for name, tensor in tensors.items() if name not in description["shared"]}
+    if not n or {tensor.shape[:1] for tensor in stacked.values()} != {(n,)}:
+        raise DataError(f"{folder / PARTICLES} does not hold the {n} particles that {DESCRIPTION} describes.")
+    _fill(folder, description, joint, {**tensors, **{name: tensor[0] for name, tensor in stacked.items()}})
     particles, carried = (
-        {name: tensors[name].to(own.device) for name, own in owned if name in tensors.keys() - shared}
-        for owned in (module.named_parameters(), module.named_buffers())
+        {name: stacked[name].to(own.device) for name, own in owned if name in stacked}
+        for owned in (joint.named_parameters(), joint.named_buffers())
     )
-    return ParticleModel(module, particles, carried)
+    return ParticleModel(joint.eval(), particles, carried)
 
 
 # --- the description --------------------------------------------------------------------------------------------------
 
 
-def _describe(model: nn.Module, weight: FactorizedWeight) -> dict[str, Any]:
-    """One factorised weight as data."""
-    return {
-        "module": next(name for name, module in model.named_modules() if module is weight),
-        "format": weight.format.name,
-        "equation": str(weight.equation),
-        "layout": {key: getattr(weight.layout, key) for key in ("name", "shape", "axes", "splits", "modes")},
-        "cores": [list(core.shape) for core in weight.cores],
-    }
-
-
 def _describe_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
-    known = ((kind, setting) for kind, (own, setting) in LIKELIHOODS.items() if type(likelihood) is own)
-    return next(({"kind": kind, setting: getattr(likelihood, setting)} for kind, setting in known), None)
+    if type(likelihood) is Classification:
+        return {"kind": "classification", "temperature": likelihood.temperature}
+    return {"kind": "regression", "noise": likelihood.noise} if type(likelihood) is Regression else None
 
 
-def _likelihood(folder: Path, description: Mapping[str, Any]) -> Likelihood:
-    about = description.get("likelihood")
-    try:
-        if isinstance(about, dict) and about["kind"] in LIKELIHOODS:
-            kind, setting = LIKELIHOODS[about["kind"]]
-            return kind(about[setting])
-    except (BayesTrainError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / DESCRIPTION} is damaged: {error}") from error
-    raise ConfigError(f"{folder / DESCRIPTION} names no likelihood of BayesTrain. Pass yours: load(.., likelihood=..).")
-
-
-def read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
-    """Read and check the description of a saved model; return its folder and the description."""
-    path = Path(path)
-    if not path.is_dir() and path.name not in (WEIGHTS, PARTICLES, DESCRIPTION):
-        raise DataError(f"{path} is no saved model. Name its folder, its {DESCRIPTION} or its {WEIGHTS}.")
-    folder = path if path.is_dir() else path.parent
+def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
+    """The folder of a saved model and its description, with layouts and likelihood as objects."""
+    folder = Path(path).parent if Path(path).name in (WEIGHTS, PARTICLES, DESCRIPTION) else Path(path)
     file = folder / DESCRIPTION
     if not file.is_file():
-        raise DataError(f"There is no saved model at {path}: {DESCRIPTION} is missing.")
-    if file.stat().st_size > LARGEST_DESCRIPTION:
-        raise DataError(f"{file} has {file.stat().st_size:,} bytes; a description has at most {LARGEST_DESCRIPTION:,}.")
+        raise DataError(f"There is no saved model at {path}: {file} is missing. Name the folder of one.")
     try:
+        if file.stat().st_size > LARGEST_DESCRIPTION:
+            raise ValueError(f"it has more than {LARGEST_DESCRIPTION:,} bytes")
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise DataError(f"{file} does not describe a saved model of version {VERSION}.")
-    try:
-        if found["kind"] not in ("model", "posterior"):
-            raise ValueError(f"{found['kind']!r} is no kind")
+        if found["version"] != VERSION or found["kind"] not in ("model", "posterior"):
+            raise ValueError(f"its kind is {found['kind']!r}, its version {found['version']!r}")
+        for about in found["weights"].values():
+            sizes = {key: _sizes(about["layout"][key]) for key in LAYOUT}
+            about["layout"] = Layout(**sizes, name=str(about["layout"]["name"]))
         if found["kind"] == "posterior":
-            _sizes([found["particles"]])
-            found["shared"] = set(map(str, found["shared"]))
-        for weight in found["weights"].values():
-            if not all(isinstance(weight[key], str) for key in ("module", "format", "equation")):
-                raise TypeError("module, format and equation must be text")
-            layout = {key: _sizes(weight["layout"][key]) for key in ("shape", "axes", "splits", "modes")}
-            weight["layout"] = Layout(**layout, name=str(weight["layout"]["name"]))
-            weight["cores"] = _sizes(weight["cores"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{file} is damaged: {type(error).__name__}, {error}.") from error
+            found["particles"], found["shared"] = _sizes(found["particles"]), set(found["shared"])
+            if (about := found["likelihood"]) is not None:
+                known = about["kind"] == "classification"
+                found["likelihood"] = Classification(about["temperature"]) if known else Regression(about["noise"])
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} describes no saved model of version {VERSION}: {error!r}.") from error
     return folder, found
 
 
 def _sizes(value: object) -> Any:
-    """Sizes, in lists or lists of lists, as tuples; raises if there are other things in them, or too large ones."""
+    """Sizes, in lists or lists of lists, as tuples; raises if there are other things in them."""
     if isinstance(value, list) and len(value) <= MOST_SIZES:
         return tuple(map(_sizes, value))
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_SIZE:
+    if type(value) is int and value >= 0:
         return value
     raise ValueError(f"{str(value)[:40]} is no size or short list of sizes")
 
@@ -189,40 +162,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n in kept}
 
 
-def _check_savable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what would not load, or would be useless."""
-    if any(weight.rank_state is not None for weight in factorized_weights(model).values()):
-        raise ConfigError(
-            "The model still carries lambda. Call prior.remove_() before saving it for use, "
-            "RankPrior(model, num_data=1).remove_() if there is no prior any more, "
-            "or posterior.fix_ranks_() if it is a posterior."
-        )
-    parameters = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
-            raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
-        # A mask, which is a buffer, may be infinite.
-        if bool(tensor.isnan().any()) or (name in parameters and bool(tensor.isinf().any())):
-            raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
-
-
-def _read_tensors(file: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a file; its header must agree with the description before any of them is read."""
-    wrong = f"{file} is not the one that {DESCRIPTION} describes"
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, of which safetensors compares the header with the size before it reads any."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            if description["kind"] == "posterior":
-                stacked, n = shapes.keys() - description["shared"], description["particles"]
-                if any(shapes[name][:1] != (n,) for name in stacked):
-                    raise DataError(f"{wrong}: it does not hold {n} particles.")
-                shapes |= {name: shapes[name][1:] for name in stacked}
-            for weight in description["weights"].values():
-                for k, wanted in enumerate(weight["cores"]):
-                    name = f"{weight['module']}.cores.{k}".removeprefix(".")
-                    if (found := shapes.get(name)) != wanted:
-                        raise DataError(f"{wrong}: {name} needs shape {wanted}, there is {found or 'nothing'}.")
-            tensors = {name: opened.get_tensor(name) for name in shapes}
+        tensors = safetensors.torch.load_file(file)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{file} is missing or damaged: {error}") from error
     if broken := [name for name, tensor in tensors.items() if bool(tensor.isnan().any())]:
@@ -230,61 +173,51 @@ def _read_tensors(file: Path, description: Mapping[str, Any]) -> dict[str, Tenso
     return tensors
 
 
-def _fill(file: Path, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module the values and types of the file."""
-    wrong, own = f"{file} is not the one that {DESCRIPTION} describes", _tensors(module)
+def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put factorised weights in place where the description has them, then give all tensors the values of the file."""
+    if lazy := [name for name, layer in module.named_modules() if is_lazy(layer)]:
+        raise ConfigError(f"The network given has lazy layers: {', '.join(lazy)}. Run one batch through it first.")
+    _rebuild(folder, description, module, tensors)
+    wrong, own = f"The tensors in {folder} are not those of the network given", _tensors(module)
     if odd := own.keys() ^ tensors.keys():
-        raise DataError(f"{wrong}: the file and the network do not have these in common: {', '.join(sorted(odd))}.")
+        raise DataError(f"{wrong}: these are not in both: {', '.join(sorted(odd))}.")
     for name, tensor in own.items():
-        if tensor.shape != (found := tensors[name].shape):
-            raise DataError(f"{wrong}: {name} needs shape {tuple(tensor.shape)}, there is {tuple(found)}.")
+        found = tensors[name]
+        if (tensor.shape, tensor.is_floating_point()) != (found.shape, found.is_floating_point()):
+            needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
+            raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
     for name, tensor in own.items():
         tensor.data = tensors[name].to(tensor.device, copy=True)
 
 
-# --- rebuilding -------------------------------------------------------------------------------------------------------
-
-
-def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module) -> None:
-    """Put factorised weights in place where the description has them; all are built before the first one is put in."""
-    if lazy := [name for name, layer in model.named_modules() if is_lazy(layer)]:
-        raise ConfigError(
-            f"The network given has lazy layers without weights: {', '.join(lazy)}. Run one batch through it first."
-        )
-    built: dict[nn.Module, nn.Module] = {}
-    same: dict[FactorizedWeight, list[Tensor]] = {}
-    for name, about in description["weights"].items():
-        try:
-            layer = model.get_submodule(name)
-        except AttributeError as error:
-            raise ConfigError(f"The network given is not the one that was saved in {folder}: {error}.") from error
-        old = layer.factorized if isinstance(layer, TensorLayer) else layer
-        try:
-            weight = _weight(about, old)
-        except (BayesTrainError, IndexError) as error:
-            raise DataError(f"{folder / DESCRIPTION} cannot be used for layer {name!r}: {error}") from error
-        if isinstance(old, FactorizedWeight) and (old.format, old.layout) == (weight.format, weight.layout):
-            same[old] = list(weight.cores)
-            continue
-        shape = getattr(old if isinstance(old, FactorizedWeight) else getattr(old, "weight", None), "shape", ())
-        if shape != weight.shape or old is model or type(old) not in (FactorizedWeight, *TWINS):
+def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Build all factorised weights, then put them in place."""
+    layers, built = dict(model.named_modules()), dict[Any, FactorizedWeight]()
+    for path, about in description["weights"].items():
+        name = layer_name(path)
+        layer = layers.get(name)
+        old: Any = layer.factorized if isinstance(layer, TensorLayer) else layer
+        factorized = isinstance(old, FactorizedWeight)
+        try:  # a format that no list names may be one of the user's
+            format = old.format if factorized and old.format.name == about["format"] else get(about["format"])
+            equation = format.equation(about["layout"].sizes)
+            if str(equation) != about["equation"]:
+                raise ShapeError(f"format {format.name!r} has the equation {equation}, not {about['equation']}.")
+            cores = [tensors[f"{path}.cores.{k}".removeprefix(".")] for k in range(len(equation.cores))]
+            weight = FactorizedWeight(format, about["layout"], cores)
+        except (BayesTrainError, KeyError, TypeError, RuntimeError) as error:
+            raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
+        shape = getattr(old if factorized else getattr(old, "weight", None), "shape", None)
+        if shape != weight.shape or not (factorized or (type(old) in TWINS and old is not model)):
             raise ConfigError(
                 f"The network given is not the one that was saved in {folder}: layer {name!r} is a "
-                f"{type(layer).__name__} with a weight of shape {tuple(shape)}, and one of {weight.shape} was saved."
+                f"{type(layer).__name__} with weight {shape and tuple(shape)}, and one of {weight.shape} was saved."
             )
-        built[old] = weight if isinstance(old, FactorizedWeight) else TWINS[type(old)].of(old, weight)
-    replace_layers(model, built)
-    for own, cores in same.items():
-        own.set_cores(cores)  # perhaps with other ranks
-
-
-def _weight(about: Mapping[str, Any], old: nn.Module) -> FactorizedWeight:
-    """The weight that a description stands for; its values come later."""
-    layout, format = about["layout"], old.format if isinstance(old, FactorizedWeight) else None
-    if format is None or format.name != about["format"]:  # otherwise perhaps one of the user's
-        format = get(about["format"])
-    if (equation := str(format.equation(layout.sizes))) != about["equation"]:
-        raise ShapeError(f"the format {format.name!r} has the equation {equation} here, not {about['equation']}.")
-    like = next(old.parameters(), torch.empty(0))
-    cores = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in about["cores"]]
-    return FactorizedWeight(format, layout, cores).requires_grad_(like.requires_grad)
+        built[old] = weight.to(next(old.parameters()).device)
+    replace_layers(model, {old: TWINS[type(old)].of(old, new) for old, new in built.items() if type(old) in TWINS})
+    for old, new in built.items():
+        if isinstance(old, FactorizedWeight):
+            if (old.format, old.layout) != (new.format, new.layout):
+                new.requires_grad_(old.cores[0].requires_grad)
+                old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
+            old.set_cores(list(new.cores))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +33,6 @@ def trained(**config: Any) -> nn.Sequential:
     return model.eval()
 
 
-def header(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite the header of a safetensors file."""
-    content = file.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    known = json.loads(content[8 : 8 + size])
-    change(known)
-    text = json.dumps(known).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
-
-
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 @pytest.mark.parametrize("layout", ["paired", "split"])
 def test_a_compacted_model_of_any_format_comes_back(tmp_path: Path, format: Format, layout: str) -> None:
@@ -60,9 +48,8 @@ def test_a_compacted_model_of_any_format_comes_back(tmp_path: Path, format: Form
         assert not again.training
     about = json.loads((folder / "model.json").read_text())
     assert about["note"] == "mine"
-    found = about["weights"]["6"]
+    found = about["weights"]["6.factorized"]
     assert (found["format"], found["layout"]["shape"]) == (format.name, [5, 16])
-    assert found["cores"] == [list(core.shape) for core in model[6].cores]
 
 
 def test_a_network_that_is_factorised_already_takes_ranks_and_layout_of_the_file(tmp_path: Path) -> None:
@@ -98,7 +85,7 @@ def test_bare_layers_and_weights_come_back(tmp_path: Path) -> None:
     save(layer, tmp_path)
     x = torch.randn(3, 8)
     assert torch.equal(load(tmp_path, TensorLinear(8, 12, max_rank=2, layout="split"))(x), layer(x))
-    with pytest.raises(ConfigError, match="layer '' is a Linear with a weight of shape"):
+    with pytest.raises(ConfigError, match=r"layer '' is a Linear with weight \(12, 8\)"):
         load(tmp_path, nn.Linear(8, 12))
     save(layer.factorized, tmp_path)
     again = load(tmp_path, TensorLinear(8, 12, max_rank=2).factorized)
@@ -126,14 +113,13 @@ class Shared(nn.Module):
         return self.head(x) + self.twin(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path) -> None:
     model = Shared()
     tensorize_(model, TensorizeConfig(max_rank=4), lambda _, name: name.startswith("a"))
     model(torch.randn(8, 16, 5, 5))
-    save(model.eval().to(dtype), tmp_path)
+    save(model.eval().double(), tmp_path)
     again = load(tmp_path, Shared())
-    x = torch.randn(2, 16, 5, 5, dtype=dtype)
+    x = torch.randn(2, 16, 5, 5, dtype=torch.float64)
     assert torch.equal(again(x), model(x))
     assert again.a is again.b
     assert torch.equal(again.mask, model.mask)
@@ -142,15 +128,14 @@ def test_a_model_with_shared_blocks_and_buffers_comes_back(tmp_path: Path, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [torch.float32, torch.float64])
-def test_the_types_of_the_file_win(tmp_path: Path, dtype: torch.dtype, given: torch.dtype) -> None:
+def test_the_types_of_the_file_win(tmp_path: Path, dtype: torch.dtype) -> None:
     model = trained()
-    model[3].to(dtype)
-    model[1].to(dtype)
+    model[1:4].to(dtype)
     save(model, tmp_path)
-    again = load(tmp_path, dense().to(given)).state_dict()
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(again[name], tensor, rtol=0, atol=0, msg=name)
+    for given in (torch.float32, torch.float64):
+        again = load(tmp_path, dense().to(given)).state_dict()
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(again[name], tensor, rtol=0, atol=0, msg=name)
 
 
 def test_frozen_layers_and_hooks_stay_as_they_are_in_the_network_given(tmp_path: Path) -> None:
@@ -186,15 +171,11 @@ def test_what_should_not_be_saved_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lazy_network_needs_its_weights_first(tmp_path: Path) -> None:
-    def build() -> nn.Sequential:
-        return nn.Sequential(nn.Flatten(), nn.LazyLinear(12))
-
-    x = torch.randn(3, 8)
-    model, fresh = build(), build()
-    model(x)
+    model, fresh = (nn.Sequential(nn.Flatten(), nn.LazyLinear(12)) for _ in range(2))
+    model(x := torch.randn(3, 8))
     tensorize_(model, TensorizeConfig(max_rank=3))
     save(model, tmp_path)
-    with pytest.raises(ConfigError, match=r"lazy layers without weights: 1\. Run one batch"):
+    with pytest.raises(ConfigError, match=r"lazy layers: 1\. Run one batch"):
         load(tmp_path, fresh)
     fresh(x)
     torch.testing.assert_close(load(tmp_path, fresh)(x), model(x))
@@ -202,116 +183,96 @@ def test_a_lazy_network_needs_its_weights_first(tmp_path: Path) -> None:
 
 def test_another_network_is_refused_by_what_differs(tmp_path: Path) -> None:
     save(trained(), tmp_path)
-    with pytest.raises(ConfigError, match=r"The network given is not the one that was saved in .*3"):
+    with pytest.raises(ConfigError, match=r"The network given is not the one that was saved in .*layer '0'"):
         load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
     other = dense()
     other[6] = nn.Linear(16, 6)
-    with pytest.raises(ConfigError, match=r"layer '6' is a Linear with a weight of shape \(6, 16\), and one"):
+    with pytest.raises(
+        ConfigError, match=r"layer '6' is a Linear with weight \(6, 16\), and one of \(5, 16\) was saved"
+    ):
         load(tmp_path, other)
     other[6] = nn.Identity()
-    with pytest.raises(ConfigError, match=r"layer '6' is a Identity with a weight of shape \(\)"):
+    with pytest.raises(ConfigError, match=r"layer '6' is a Identity with weight None"):
         load(tmp_path, other)
     assert not factorized_weights(other)  # nothing was changed
     save(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), tmp_path)
-    with pytest.raises(DataError, match=r"do not have these in common: 1\.bias, 1\.weight, 2\.bias, 2\.weight"):
+    with pytest.raises(DataError, match=r"these are not in both: 1\.bias, 1\.weight, 2\.bias, 2\.weight"):
         load(tmp_path, nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
 
 
-DEEP = '{"version": 1, "kind": "model", "weights": ' + "[" * 100_000 + "]" * 100_000 + "}"
+def changed(file: Path, *keys: str, value: object) -> None:
+    """Change an entry of a JSON file."""
+    place = found = json.loads(file.read_text())
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    file.write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not valid JSON"),
-        (DEEP, "not valid JSON"),
-        ('{"version": ' + "9" * 10_000 + "}", "not valid JSON"),
-        ("\xff", "not valid JSON|does not describe"),
-        ("[]", "does not describe a saved model of version 1"),
-        ('{"version": 7}', "does not describe a saved model"),
-        ('{"version": 1, "kind": "model"}', "is damaged: KeyError, 'weights'"),
-        ('{"version": 1, "kind": "model", "weights": 3}', "is damaged"),
-        ('{"version": 1, "kind": "model", "weights": {"0": {"module": 1}}}', "is damaged"),
-        ('{"version": 1, "kind": "posterior", "weights": {}, "particles": true}', "is no size"),
-    ],
+    "text", ["{", "\xff", "[]", "{}", '{"version": 2, "weights": ' + "[" * 100_000, '{"version": ' + "9" * 10_000 + "}"]
 )
-def test_a_description_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    save(trained(), tmp_path)
-    (tmp_path / "model.json").write_text(text)
-    with pytest.raises(DataError, match=message):
+def test_a_description_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.json").write_text(text, encoding="latin1")
+    with pytest.raises(DataError, match="describes no saved model of version 2: "):
         load(tmp_path, dense())
+
+
+WEIGHT = ("weights", "6.factorized")
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("cores",), [[10**9, 10**9]]),
-        (("cores",), [[10**30]]),
-        (("cores",), "many"),
-        (("cores",), [[-1, 2], [2, 3]]),
-        (("cores",), [[1] * 100]),
-        (("layout", "splits"), [[10**9], [10**9]]),
-        (("layout", "splits"), [[5], [10**40]]),
-        (("layout", "modes"), [[0, 0], [1, 1]]),
-        (("layout", "modes"), [[True], [1]]),
-        (("layout", "shape"), [5.0, 16]),
-        (("layout", "axes"), [16, 5]),
-        (("layout",), []),
-        (("module",), "3.factorized"),
-        (("module",), "nowhere"),
-        (("equation",), "ax, xb -> ba"),
-        (("format",), "magic"),
-        (("format",), ["tt"]),
+        (("version",), 1),
+        (("kind",), "network"),
+        (("kind",), "posterior"),
+        (("weights",), 3),
+        (WEIGHT, 3),
+        ((*WEIGHT, "layout", "splits"), [[5], [10**40]]),
+        ((*WEIGHT, "layout", "splits"), [[-5, -1], [16]]),
+        ((*WEIGHT, "layout", "splits"), [[1] * 100, [16]]),
+        ((*WEIGHT, "layout", "modes"), [[0, 0], [1, 1]]),
+        ((*WEIGHT, "layout", "modes"), [[True], [1]]),
+        ((*WEIGHT, "layout", "shape"), [5.0, 16]),
+        ((*WEIGHT, "layout", "axes"), [16, 5]),
+        ((*WEIGHT, "layout"), []),
+        ((*WEIGHT, "equation"), "ax, xb -> ba"),
+        ((*WEIGHT, "format"), "magic"),
+        ((*WEIGHT, "format"), ["tt"]),
     ],
 )
-def test_sizes_that_the_file_does_not_have_are_refused_before_anything_is_read(
+def test_a_description_that_does_not_fit_is_refused_before_the_network_changes(
     tmp_path: Path, path: tuple[str, ...], value: object
 ) -> None:
     save(trained(), tmp_path)
-    file = tmp_path / "model.json"
-    found = json.loads(file.read_text())
-    place = found["weights"]["6"]
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    file.write_text(json.dumps(found))
+    changed(tmp_path / "model.json", *path, value=value)
     network = dense()
     with pytest.raises(DataError):
         load(tmp_path, network)
-    assert not factorized_weights(network)  # nothing was changed
+    assert not factorized_weights(network)
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"There is no saved model.*model.json is missing"):
         load(tmp_path, dense())
-    with pytest.raises(DataError, match=r"is no saved model\. Name its folder"):
-        load(tmp_path / "other.json", dense())
     model = trained()
     save(model, tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[:-10])
-    with pytest.raises(DataError, match="is missing or damaged"):
-        load(tmp_path, dense())
-    file.write_bytes(content)
-
-    def grow(known: dict[str, Any]) -> None:
-        known["6.factorized.cores.0"]["shape"] = [10**9, 10**9]
-
-    header(file, grow)
-    with pytest.raises(DataError, match="is missing or damaged"):
-        load(tmp_path, dense())
-    tensors = {**model.state_dict(), "6.bias": torch.full((5,), torch.nan)}
-    save_file({name: t.contiguous() for name, t in tensors.items()}, file)
-    with pytest.raises(DataError, match=r"has NaN values in '6\.bias'"):
-        load(tmp_path, dense())
-    tensors = model.state_dict()
-    save_file({name: t.contiguous() for name, t in tensors.items() if name != "6.bias"}, file)
-    with pytest.raises(DataError, match=r"do not have these in common: 6\.bias"):
-        load(tmp_path, dense())
-    save_file({**{n: t.contiguous() for n, t in tensors.items()}, "6.bias": torch.zeros(4)}, file)
-    with pytest.raises(DataError, match=r"model.json describes: 6\.bias needs shape \(5,\), there is \(4,\)"):
-        load(tmp_path, dense())
-    file.unlink()
-    with pytest.raises(DataError, match="is missing or damaged"):
-        load(tmp_path, dense())
+    for damaged in (content[:-10], content.replace(b'"F32"', b'"F64"', 1), b"nonsense"):  # a header has its own sizes
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match="is missing or damaged"):
+            load(tmp_path, dense())
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items()}
+    for wrong, message in (
+        ({"6.bias": torch.full((5,), torch.nan)}, r"has NaN values in '6\.bias'"),
+        ({"7.bias": torch.ones(5)}, r"these are not in both: 7\.bias"),
+        ({"6.bias": torch.zeros(4)}, r"6\.bias needs shape \(5,\) of torch.float32, there is shape \(4,\)"),
+        ({"6.bias": torch.zeros(5, dtype=torch.int64)}, r"there is shape \(5,\) of torch.int64"),
+        ({"6.factorized.cores.0": torch.zeros(3, 3)}, "do not fit each other at layer '6'"),
+        ({"6.factorized.cores.0": tensors["6.factorized.cores.0"].int()}, "do not fit each other at layer '6'"),
+    ):
+        save_file({**tensors, **wrong}, file)
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, dense())

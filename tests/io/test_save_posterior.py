@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from bayestrain import Posterior, RankPrior, TensorizeConfig, load, save, tensorize_
@@ -67,7 +67,7 @@ def test_a_posterior_comes_back_with_the_same_predictions(tmp_path: Path, format
 def test_a_learned_noise_comes_back(tmp_path: Path) -> None:
     posterior, x = trained(likelihood="regression")
     save(posterior, tmp_path)
-    torch.testing.assert_close(load(tmp_path, dense()).predict(x).total, posterior.predict(x).total, rtol=0, atol=0)
+    assert torch.equal(load(tmp_path, dense()).predict(x).total, posterior.predict(x).total)
 
 
 @pytest.mark.parametrize("where", ["0", "4"])
@@ -94,21 +94,14 @@ def test_frozen_parameters_are_saved_once(tmp_path: Path, where: str) -> None:
 
 
 def test_buffers_that_no_state_dict_saves_are_the_networks_own(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        model = nn.Linear(4, 3)
-        model.register_buffer("ones", torch.ones(3), persistent=False)
-        return model
-
-    posterior, x = Posterior(independent(build, 2), 50), torch.randn(5, 4)
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    model.register_buffer("ones", torch.ones(3), persistent=False)
+    posterior = Posterior(around(model, 2), 50)
     save(posterior, tmp_path)
-    assert torch.equal(load(tmp_path, build()).outputs(x), posterior.outputs(x))
+    assert torch.equal(load(tmp_path, model).outputs(x), posterior.outputs(x))
 
 
 def test_lambda_is_not_saved(tmp_path: Path) -> None:
-    searching = Posterior(independent(tensorized, 2), 50)
-    with pytest.raises(ConfigError, match=r"still carries lambda.*fix_ranks_"):
-        save(searching, tmp_path / "a")
-    assert not (tmp_path / "a").exists()
     model = tensorized()
     RankPrior(model, 50)  # not removed
     posterior = Posterior(around(model, 2), 50, prior=lambda network: NormalPrior(network, 50))
@@ -119,22 +112,12 @@ def test_lambda_is_not_saved(tmp_path: Path) -> None:
     assert len(load(tmp_path, dense())) == 2
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    posterior, _ = trained()
-    save(posterior, tmp_path)
-    file = tmp_path / "posterior.safetensors"
-    tensors = load_file(file)
-    for change, message in (
-        ({"model.6.bias": tensors["model.6.bias"][:, :2]}, r"model\.6\.bias needs shape \(3,\), there is \(2,\)"),
-        ({"model.6.bias": tensors["model.6.bias"][:2]}, "it does not hold 3 particles"),
-        ({"model.7.bias": torch.zeros(3, 1)}, r"do not have these in common: model\.7\.bias"),
-        ({"model.4.factorized.cores.0": torch.zeros(3, 2, 2)}, r"4\.factorized\.cores\.0 needs shape"),
-    ):
-        save_file({name: t.contiguous() for name, t in {**tensors, **change}.items()}, file)
-        with pytest.raises(DataError, match=message):
-            load(tmp_path, dense())
-    file.write_bytes(b"nonsense")
-    with pytest.raises(DataError, match="missing or damaged"):
+@pytest.mark.parametrize("wrong", [0, 2, "3", [3]])
+def test_another_number_of_particles_is_refused(tmp_path: Path, wrong: object) -> None:
+    save(trained()[0], tmp_path)
+    about = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**about, "particles": wrong}))
+    with pytest.raises(DataError, match=r"does not hold|describes no saved model"):
         load(tmp_path, dense())
 
 
@@ -147,5 +130,5 @@ def test_a_likelihood_of_ones_own_is_asked_for(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "model.json").read_text())
     for wrong in ({"kind": "classification", "temperature": -1}, {"kind": "regression", "noise": "much"}):
         (tmp_path / "model.json").write_text(json.dumps({**about, "likelihood": wrong}))
-        with pytest.raises(DataError, match="is damaged"):
+        with pytest.raises(DataError, match="describes no saved model"):
             load(tmp_path, dense())

@@ -31,9 +31,6 @@ from paper.records import RecordError, gather, read_group
 BUILDERS = {"mnist": networks.mnist_mlp, "cifar10-cnn": networks.cifar10_cnn, "cifar10-resnet110": networks.resnet110}
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", ["default", "paper"])
 @pytest.mark.parametrize("name", PAPER)
 def test_presets_have_the_epochs_that_the_table_recognises_short_runs_by(name: str, preset: str) -> None:
@@ -86,7 +83,7 @@ def test_particles_around_a_network_have_a_rate_of_their_own() -> None:
     around = run_config("cifar10-cnn", particles=20, around="runs/x32", epochs=6)
     assert (around.fit.epochs, around.fit.finetune_epochs, around.fit.search) == (6, 0, False)
     assert around.fit.lr == pytest.approx(0.1 * run_config("cifar10-cnn").fit.lr)
-    assert (around.run.from_run, around.posterior.start, around.posterior.jitter) == ("runs/x32", "around", 0.2)
+    assert (around.run.from_run, around.posterior.jitter) == ("runs/x32", 0.2)
     assert around.run.data == "paper.data:cifar10_cutout_beside"
     assert run_config("mnist", particles=3, around="x", epochs=1).fit.lr == 3e-3  # of the fine-tuning
 
@@ -133,13 +130,14 @@ def test_the_papers_choice_of_layers_bounds_how_small_resnet110_can_be() -> None
 
 def test_every_command_of_the_makefile_trains_what_was_recorded(tmp_path: Path) -> None:
     """Dry, in a directory of its own: make expands the commands, the options become a config for every seed."""
-    makefile, targets = str(ROOT / "paper" / "Makefile"), ("paper-mnist", "paper-cnn", "paper-resnet110")
+    makefile, targets = str(ROOT / "paper" / "Makefile"), ("paper-mnist", "paper-cnn", "paper-resnet110", "paper-table")
     outside = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # `make test` runs this
     done = subprocess.run(
         ["make", "-n", "-f", makefile, "BIN=bin", *targets],
         cwd=tmp_path, env=outside, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    lines = done.stdout.replace("\\\n", " ").strip().splitlines()
+    *lines, last = done.stdout.replace("\\\n", " ").strip().splitlines()
+    assert last.startswith("bin/python -m paper.table")
     recorded = {"/".join(path.parts[-3:-1]) for path in RESULTS.glob("*/*/summary.json")}
     found = set()
     for line in lines:
@@ -159,9 +157,6 @@ def test_every_command_of_the_makefile_trains_what_was_recorded(tmp_path: Path) 
         assert config.posterior.particles == ((result["posterior"] or {}).get("particles") or 1)
     assert found <= recorded
     assert len(found) == len(lines) == 33
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -198,8 +193,6 @@ def test_images_beside_are_named_and_have_the_same_patches() -> None:
     assert not torch.equal(before, after)
     assert torch.equal(before.flatten(1).sort().values, after.flatten(1).sort().values)
 
-
-# --- from training to the table ---------------------------------------------------------------------------------------
 
 AROUND = ["--set", "fit.batch_size=100", "--device", "cpu"]
 SMALL = [*AROUND, "--set", "fit.epochs=2", "--set", "fit.finetune_epochs=1", "--set", "tensorize.max_rank=4"]
@@ -252,19 +245,18 @@ def test_seeds_are_trained_recorded_and_tabled(train: Any, tmp_path: Path, monke
     assert "`cloud`, a single network" in text
 
     # A finished seed is only recorded; with other settings, or in place of another commit's, it is not.
-    before = (results / "mnist" / "two" / "summary.json").read_text()
-    train("--label", "two", "--seeds", "0", "1", *SMALL)
+    again, file = ("--label", "two", "--seeds", "0", "1", *SMALL), results / "mnist" / "two" / "summary.json"
+    before = json.loads(file.read_text())
+    train(*again)
     assert len(fitted) == 3
-    assert json.loads((results / "mnist" / "two" / "summary.json").read_text()) == json.loads(before)
+    assert json.loads(file.read_text()) == before
     with pytest.raises(SystemExit, match=r"had other settings \(fit.lr was 0.01, now 0.02\)"):
-        train("--label", "two", "--seeds", "0", "1", *SMALL, "--set", "fit.lr=2e-2")
-    old = {**json.loads(before), "commits": ["f" * 40]}
-    (results / "mnist" / "two" / "summary.json").write_text(json.dumps(old))
+        train(*again, "--set", "fit.lr=2e-2")
+    file.write_text(json.dumps({**before, "commits": ["f" * 40]}))
     with pytest.raises(SystemExit, match=r"was recorded at commits f{40}\. Give another --label"):
-        train("--label", "two", "--seeds", "0", "1", *SMALL)
-    train("--label", "two", "--seeds", "0", "1", *SMALL, "--replace")
-    replaced = json.loads((results / "mnist" / "two" / "summary.json").read_text())
-    assert {**replaced, "command": ""} == {**json.loads(before), "command": ""}
+        train(*again)
+    train(*again, "--replace")
+    assert {**json.loads(file.read_text()), "command": before["command"]} == before
 
     # A temperature that suits the test images and not those held out is refused.
     run = tmp_path / "runs" / "mnist-two-seed0"

@@ -28,9 +28,6 @@ COLUMNS = {
 """Per column with a mean over seeds: its figure, and how it is written."""
 
 
-# --- forged tables ----------------------------------------------------------------------------------------------------
-
-
 def wrong_cells(text: str, results: Path) -> list[str]:
     """The cells of a table that do not follow from each seed's `result.json`, read without `paper.records`."""
     found, lines = [], 0
@@ -79,9 +76,6 @@ def test_a_forged_mean_in_the_table_is_found() -> None:
     assert found.startswith("default, accuracy: 98.71")
 
 
-# --- never stale ------------------------------------------------------------------------------------------------------
-
-
 def said(path: Path) -> list[str]:
     """What a figure says: its texts, and the numbers of its description. Coordinates may differ between versions."""
     return [
@@ -121,9 +115,6 @@ def test_the_tables_of_the_documents_are_up_to_date(tmp_path: Path) -> None:
     copy.write_text(f"a\n{table.MARKERS[0]} old {table.MARKERS[1]}\nb\n")
     table.refresh(copy, "new")
     assert copy.read_text() == f"a\n{table.MARKERS[0]}\n\nnew\n\n{table.MARKERS[1]}\nb\n"
-
-
-# --- lines and sentences ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,9 +187,6 @@ def test_what_the_audit_asked_for_is_told() -> None:
     pairs = [(r["ece"], r["posterior"]["map"]["ece"]) for r in (json.loads(file.read_text()) for file in files)]
     assert all(posterior > single for posterior, single in pairs)
     assert "`svgd-20` 3 and 2 of 3" in text
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def test_lines_join_weights_targets_and_short_runs_apart(full: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_checkpoint_cut_short_is_never_resumed(length: int, tmp_path: Path) ->
     assert len(whole) > 1000
     for name in (CHECKPOINT, PREVIOUS):
         (tmp_path / name).write_bytes(whole[:length])
-    with pytest.raises(TrainingError, match=rf"{CHECKPOINT}, .*{PREVIOUS}.*checksums do not match.*[Oo]verwrite"):
+    with pytest.raises(TrainingError, match=rf"{CHECKPOINT} .*{PREVIOUS}.*checksum does not match.*[Oo]verwrite"):
         train(folder=tmp_path, resume=True)
 
 

@@ -1,9 +1,4 @@
-"""The settings of a run: frozen dataclasses, and the TOML files that hold them.
-
-Every field carries its help and the values it may take in its metadata; creating a dataclass checks them.
-"""
-
-from __future__ import annotations
+"""The settings of a run: frozen dataclasses that check their values, and the TOML files that hold them."""
 
 import dataclasses
 import difflib
@@ -13,77 +8,49 @@ import operator
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
-from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 from bayestrain.errors import ConfigError
 
-TYPES: dict[str, tuple[Any, Any, str]] = {
-    "str": (str, str, "text in quotes"),
-    "bool": (bool, bool, "true or false"),
-    "int": (Integral, int, "an integer"),
-    "float": (Real, float, "a number"),
+KINDS: dict[Any, tuple[Any, str]] = {
+    str: (str, "text in quotes"),
+    bool: (bool, "true or false"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    dict: (Mapping, "a table"),
 }
-"""Of every type of setting: what is accepted, what it becomes, and the words for it."""
+"""Of every type of setting: what it accepts, and the words for it."""
 
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
 
 def setting(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
     """A dataclass field with its help, and the values it may take: `choices`, or `BOUNDS`."""
-    metadata = {"help": help, "choices": choices, "bounds": bounds}
-    if isinstance(default, dict):
-        return field(default_factory=default.copy, hash=False, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help, "choices": choices, "bounds": bounds})
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON and TOML hold it: tuples become lists."""
+    return json.loads(json.dumps(value))
 
 
 def shown(value: object) -> str:
     """A value as a TOML file has it, shortened if long."""
-    text = json.dumps(plain(value), ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _checked(name: str, value: Any, each: dataclasses.Field[Any]) -> Any:
-    """The value in the setting's own type (a list becomes a tuple, NumPy's numbers Python's), or a `ConfigError`."""
-    kind, choices, bounds = str(each.type), each.metadata["choices"], each.metadata["bounds"]
-    if kind.startswith("Mapping"):
-        if isinstance(value, Mapping):
-            return plain(value)
-        raise ConfigError(f"{name} must be a table, got {shown(value)}.")
-    many = kind.startswith("tuple")
-    accepted, make, words = TYPES[kind.removeprefix("tuple[").removesuffix(", ...]")]
-
-    def fits(one: Any) -> bool:
-        if not isinstance(one, accepted) or isinstance(one, bool) != (accepted is bool):
-            return False
-        within = make is str or (math.isfinite(one) and all(BOUNDS[key](one, bounds[key]) for key in bounds))
-        return within and (not choices or one in choices)
-
-    if isinstance(value, list | tuple) == many and all(map(fits, value if many else (value,))):
-        return tuple(map(make, value)) if many else make(value)
-    limits = " and ".join(f"{word.replace('_', ' ')} {bound:.10g}" for word, bound in bounds.items())
-    words = f"one of {', '.join(map(shown, choices))}" if choices else f"{words} {limits}".rstrip()
-    hint = _nearest(value, choices) if isinstance(value, str) else ""
-    raise ConfigError(f"{name} must be {'a list, each ' * many}{words}, got {shown(value)}.{hint}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
+def nearest(name: object, known: Iterable[str]) -> str:
+    """A hint at the most similar known name, if there is one."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {shown(near[0])}?" if near else ""
-
-
-def plain(value: Any) -> Any:
-    """A setting as TOML and JSON hold it: tuples become lists."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A group of settings. Creating one checks every value."""
+    """A group of settings. Creating one checks every value; lists become tuples, and NumPy's numbers Python's."""
 
     title: ClassVar[str]
 
@@ -92,7 +59,26 @@ class Section:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            object.__setattr__(self, each.name, _checked(f"{self.title}.{each.name}", getattr(self, each.name), each))
+            object.__setattr__(self, each.name, self._checked(each, getattr(self, each.name)))
+
+    def _checked(self, each: dataclasses.Field[Any], value: Any) -> Any:
+        choices, bounds = each.metadata["choices"], each.metadata["bounds"]
+        many = get_origin(each.type) is tuple
+        kind: Any = get_args(each.type)[0] if many else get_origin(each.type) or each.type
+        accepted, words = KINDS[kind]
+
+        def fits(one: Any) -> bool:
+            right = isinstance(one, accepted) and isinstance(one, bool) == (kind is bool)
+            if right and kind in (int, float):
+                right = math.isfinite(one) and all(BOUNDS[word](one, bound) for word, bound in bounds.items())
+            return right and (not choices or one in choices)
+
+        if isinstance(value, list | tuple) == many and all(map(fits, value if many else [value])):
+            return tuple(map(kind, value)) if many else kind(value)
+        limits = " and ".join(f"{word.replace('_', ' ')} {bound:.10g}" for word, bound in bounds.items())
+        words = f"one of {', '.join(map(shown, choices))}" if choices else f"{words} {limits}".rstrip()
+        words = f"a list, each {words}" if many else words
+        raise ConfigError(f"{self.title}.{each.name} must be {words}, got {shown(value)}.{nearest(value, choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +90,7 @@ class RunSettings(Section, title="run"):
     data: str = setting("function without arguments that returns (train, validation[, test]), or an object with these")
     likelihood: str = setting('"classification", "regression", or "package.module:name" of your own', "classification")
     seed: int = setting("seed of all random numbers", 0, at_least=0, at_most=2**32 - 1)
-    from_run: str = setting("folder of a finished run whose network is trained further; empty: a new network", "")
+    from_run: str = setting("finished run whose network is trained further, or that particles start around", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +104,9 @@ class TensorizeSettings(Section, title="tensorize"):
     init: str = setting("values at the start: random, or from the dense weights", "he", choices=("he", "paper", "svd"))
     tol: float = setting('relative error of init "svd"', 0.0, at_least=0, below=1)
     keep_dense: tuple[str, ...] = setting("layers to leave dense; their names may contain * ? and [..]", ())
-    modes: Mapping[str, Any] = setting("layer = [[in modes], [out modes]]; all others are chosen automatically", {})
+    modes: dict[str, Any] = field(default_factory=dict, metadata={
+        "help": "layer = [[in modes], [out modes]]; all others are chosen automatically", "choices": (), "bounds": {},
+    })  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +167,6 @@ class FitConfig(Section, title="fit"):
             raise ConfigError(f'fit.rule "lambda" cannot cut to fit.{self.targets[0]}. Leave one of them out.')
         if self.schedule == "step" and not self.milestones:
             raise ConfigError('fit.schedule "step" needs fit.milestones, for example [0.5, 0.75].')
-        if any(a >= b for a, b in pairwise(self.milestones)):
-            raise ConfigError(f"fit.milestones must be in increasing order, got {shown(self.milestones)}.")
 
     @property
     def targets(self) -> list[str]:
@@ -199,10 +185,9 @@ class PosteriorConfig(Section, title="posterior"):
 
     particles: int = setting("networks that make up the posterior; 1 trains a single one", 1, at_least=1)
     method: str = setting("how they move", "svgd", choices=("svgd", "ensemble", "sgld"))
-    start: str = setting("where: independent, or around run.from_run", "independent", choices=("independent", "around"))
     kernel: str = setting("kernel of svgd", "rbf", choices=("rbf", "imq"))
     temperature: float = setting("temperature of sgld; 1 samples the posterior", 1.0, at_least=0)
-    jitter: float = setting('relative distance from the network they start "around"', 1e-2, above=0)
+    jitter: float = setting("relative distance at which they start around the network of run.from_run", 1e-2, above=0)
     chunk: int = setting("particles that pass through the network together; 0: what fits into memory", 0, at_least=0)
     calibrate: bool = setting("fit the temperature of the predictions on the validation data", True)
 
@@ -217,14 +202,6 @@ class RunConfig:
     fit: FitConfig = FitConfig()
     posterior: PosteriorConfig = PosteriorConfig()
 
-    def __post_init__(self) -> None:
-        around, several = self.posterior.start == "around", self.posterior.particles > 1
-        if around != bool(several and self.run.from_run):
-            raise ConfigError(
-                'posterior.start "around" needs run.from_run, the finished run whose network the particles start '
-                "around, and posterior.particles of at least 2; several particles start from a run in no other way."
-            )
-
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, as TOML and JSON hold them."""
         return {title: plain(vars(getattr(self, title))) for title in SECTIONS}
@@ -233,20 +210,16 @@ class RunConfig:
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """The config with these settings and the defaults of all others."""
         for title, table in settings.items():
-            if title in SECTIONS and not isinstance(table, Mapping):
+            if title not in SECTIONS:
+                raise unknown_setting(title)
+            if not isinstance(table, Mapping):
                 raise ConfigError(f"{title} must be a section of settings, [{title}], got {shown(table)}.")
-            known = {each.name for each in dataclasses.fields(SECTIONS[title])} if title in SECTIONS else set()
-            if title not in SECTIONS or set(table) - known:
-                raise unknown_setting(f"{title}.{min(set(table) - known)}" if known else title)
+            if unknown := set(table) - {each.name for each in dataclasses.fields(SECTIONS[title])}:
+                raise unknown_setting(f"{title}.{min(unknown)}")
         if missing := [name for name in ("model", "data") if name not in settings.get("run", {})]:
             raise ConfigError(f'run.{missing[0]} has no default. Give it, for example {missing[0]} = "module:name".')
         sections: dict[str, Any] = {title: section(**settings.get(title, {})) for title, section in SECTIONS.items()}
         return cls(**sections)
-
-    def replace(self, section: str, **settings: object) -> Self:
-        """The same config with other values in one section: ``config.replace("fit", epochs=3)``."""
-        changed = dataclasses.replace(getattr(self, section), **settings)
-        return dataclasses.replace(self, **{section: changed})
 
     def override(self, overrides: Iterable[str]) -> Self:
         """The same config with single settings changed: ``config.override(["fit.epochs=3", "fit.optimizer=sgd"])``."""
@@ -264,9 +237,7 @@ class RunConfig:
         return self.from_dict(settings)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    section.title: section for section in (RunSettings, TensorizeSettings, PriorConfig, FitConfig, PosteriorConfig)
-}
+SECTIONS: dict[str, type[Section]] = {section.title: section for section in Section.__subclasses__()}
 
 IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")
 """Settings that do not change what is trained: a run may be resumed with others."""
@@ -274,9 +245,8 @@ IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")
 
 def unknown_setting(name: str) -> ConfigError:
     """The error for a setting that does not exist, with the nearest one."""
-    known = {f"{title}.{each.name}": each.name for title in SECTIONS for each in dataclasses.fields(SECTIONS[title])}
-    elsewhere = [full for full, last in known.items() if last == name.rpartition(".")[2]]
-    hint = _nearest(name, elsewhere) or _nearest(name, [*known, *SECTIONS])
+    known = [f"{title}.{each.name}" for title in SECTIONS for each in dataclasses.fields(SECTIONS[title])]
+    hint = nearest(name, [*known, *SECTIONS])
     return ConfigError(f"There is no setting {shown(name)}.{hint} The sections are {', '.join(SECTIONS)}.")
 
 
@@ -310,9 +280,8 @@ def dumps(config: RunConfig) -> str:
     text = ""
     for title, table in config.to_dict().items():
         text += f"\n[{title}]\n"
-        for each in dataclasses.fields(SECTIONS[title]):  # TOML wants tables, of which there is one, last
+        for each in dataclasses.fields(SECTIONS[title]):
             choices, entry = ", ".join(each.metadata["choices"]), {each.name: table[each.name]}
-            text += f"# {each.metadata['help']}{f' ({choices})' if choices else ''}\n"
-            is_table = isinstance(table[each.name], dict)
-            text += (tomli_w.dumps({title: entry}) or f"[{title}.{each.name}]\n") if is_table else tomli_w.dumps(entry)
+            entry = {title: entry} if get_origin(each.type) is dict else entry  # a table, which comes last
+            text += f"# {each.metadata['help']}{choices and f' ({choices})'}\n{tomli_w.dumps(entry)}"
     return text.lstrip()

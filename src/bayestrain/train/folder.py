@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from bayestrain.errors import ConfigError, TrainingError
-from bayestrain.files import naming, write_atomically, write_json
+from bayestrain.files import write_atomically, write_json
 
 FORMAT = 2
 """Of checkpoints: a higher number for every change after which older ones cannot be resumed."""
@@ -30,13 +30,7 @@ FILES = (
 
 
 class RunFolder:
-    """The folder of a run, open for writing by one process only.
-
-    Use it as a context manager; leaving it releases the lock::
-
-        with RunFolder(path, resume=False) as folder:
-            folder.save_checkpoint(state)
-            folder.finish(result)
+    """The folder of a run, open for writing by one process only until `close`; also a context manager.
 
     Args:
         path: the folder; a new run creates it.
@@ -58,7 +52,15 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"Cannot write to {path}: {error.strerror}. Choose another folder.") from error
         try:
-            self._acquire()
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                owner = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
+                raise ConfigError(
+                    f"{path} is in use by {owner}. Wait until that ends, stop it, or choose another folder."
+                ) from None
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             if self.holds_run and not (resume or overwrite):
                 raise ConfigError(f"{path} already holds a run. Resume it, overwrite it, or choose another folder.")
             partial = [file for name in FILES for file in self.path.glob(f".{name}.*.partial")]  # of a killed process
@@ -79,17 +81,6 @@ class RunFolder:
         """Whether there is a run, finished or with a checkpoint."""
         return self.finished or (self.path / LAST).exists() or (self.path / PREVIOUS).exists()
 
-    def _acquire(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
-            raise ConfigError(
-                f"{self.path} is in use by {owner}. Wait until that ends, stop it, or choose another folder."
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
@@ -100,17 +91,13 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- files --------------------------------------------------------------------------------------------------------
-
     def write(self, name: str, content: bytes | str | Mapping[str, Any]) -> None:
-        """Write one of the run's files, whole or not at all; a table becomes JSON."""
+        """Write one of the run's files, whole or not at all; a table becomes JSON. ``result.json`` is the last."""
         assert name in FILES, name
-        write_as = write_atomically if isinstance(content, bytes | str) else write_json
-        write_as(self.path / name, content)  # type: ignore[arg-type]
-
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write ``result.json``, the last file: its presence means that the run is finished."""
-        self.write("result.json", result)
+        if isinstance(content, Mapping):
+            write_json(self.path / name, content)
+        else:
+            write_atomically(self.path / name, content)
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, keeping the previous one."""
@@ -127,44 +114,31 @@ class RunFolder:
 
         Only data are loaded, never code.
         """
-        damaged: list[str] = []
-        for path in (self.path / LAST, self.path / PREVIOUS):
-            if not path.exists():
-                continue
+        damaged = []
+        for path in filter(Path.exists, (self.path / LAST, self.path / PREVIOUS)):
             digest, _, data = path.read_bytes().partition(b"\n")
             if hashlib.sha256(data).hexdigest().encode() != digest:
-                damaged.append(str(path))
+                damaged.append(f"{path} is damaged: its checksum does not match.")
                 continue
             state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             if state.get("format") != FORMAT:
                 raise TrainingError(f"{path} was written by another version of BayesTrain. Start a new run.")
-            note = f"{damaged[0]} is damaged: its checksum does not match. Resuming from {path}." if damaged else ""
-            return state, note
-        raise TrainingError(
-            f"No checkpoint can be read; damaged: {', '.join(damaged)} (their checksums do not match). Overwrite the "
-            "run to start it again."
-        )
+            return state, f"{damaged[0]} Resuming from {path}." if damaged else ""
+        raise TrainingError(f"No checkpoint can be read. {' '.join(damaged)} Overwrite the run to start it again.")
 
     def write_history(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Write ``history.jsonl`` with the records of the epochs so far."""
         self.write("history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
-    def append_history(self, record: Mapping[str, Any]) -> None:
-        """Add the record of an epoch."""
-        path = self.path / "history.jsonl"
-        with naming(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "a") as file:
-            file.write(json.dumps(record) + "\n")
-
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:
     """The JSON object in a file of a run; a `ConfigError` names a file that is missing, damaged or incomplete."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if missing := set(needed) - found.keys():
+            raise ValueError(f"it has no {min(missing)}")
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing: {file.parent} holds no finished run. Resume it, or train it.") from None
-    except (ValueError, RecursionError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}. Resume the run, or overwrite it.") from error
-    if not isinstance(found, dict) or (missing := [key for key in needed if key not in found]):
-        what = f"it has no {missing[0]}" if isinstance(found, dict) else "it holds no object"
-        raise ConfigError(f"{file} is damaged: {what}. Resume the run, or overwrite it.")
     return found

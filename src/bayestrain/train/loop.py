@@ -151,7 +151,7 @@ class Loop:
         }
         self.history.append(record)
         if self.folder is not None:
-            self.folder.append_history(record)
+            self.folder.write_history(self.history)
             if self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every:
                 self.folder.save_checkpoint(self.state())
                 self.saved = self.epoch

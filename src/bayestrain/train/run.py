@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import fnmatch
 import importlib
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,7 @@ from bayestrain.posterior import (
     auroc,
     fit_temperature,
     independent,
-)  # fmt: skip
+)
 from bayestrain.posterior.model import stack_joints
 from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
@@ -50,6 +49,9 @@ HARDEST = 24
 COLLAPSED = 0.5
 """Fewer different particles than this share of all deserve a warning."""
 
+DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")
+"""What a run may know of its data."""
+
 
 def train_run(
     config: RunConfig, folder: Path | str, *, resume: bool = False, overwrite: bool = False,
@@ -57,31 +59,24 @@ def train_run(
 ) -> dict[str, Any]:  # fmt: skip
     """Train what the config names, fill the folder, and return its ``result.json``.
 
-    Args:
-        config: what to train, and how.
-        folder: of the run; see `RunFolder`.
-        resume: continue a run that was stopped; the result of one that is finished is returned as it is.
-        overwrite: replace the run in the folder.
-        device: where to train.
-        callbacks: as for `fit`.
-        command: what was typed, for the record.
+    `resume` and `overwrite` are those of `RunFolder`; a finished run is not resumed. `command` is kept for the record.
     """
-    path, place, how = Path(folder), torch.device(device), config.posterior
+    path, place, how, seed = Path(folder), torch.device(device), config.posterior, config.run.seed
     if resume and (path / "config.toml").is_file():
-        before = configs.flat(*vars(configs.load(path / "config.toml")).values())
-        if changed := configs.differences(before, configs.flat(*vars(config).values())):
+        before = configs.load(path / "config.toml")
+        if changed := configs.differences(*(configs.flat(*vars(each).values()) for each in (before, config))):
             raise ConfigError(
-                f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or start a new "
-                "run in another folder."
+                f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or choose "
+                "another folder."
             )
-    data, likelihood = load_data(config.run.data), _likelihood(config.run.likelihood)
-    start, note = _finished_run(config) if config.run.from_run else (None, None)
-    if start is None:
-        models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, config.run.seed)
+    data, likelihood, note, settings = load_data(config.run.data), _likelihood(config.run.likelihood), None, config.fit
+    if config.run.from_run:
+        start, note = _finished_run(config)
+        models = [start]
+        if how.particles > 1:  # their ranks stay as they are
+            models, settings = around(start, how.particles, how.jitter, seed), replace(settings, search=False)
     else:
-        surrounding = how.start == "around"
-        models = around(start, how.particles, how.jitter, config.run.seed) if surrounding else [start]
-    settings = dataclasses.replace(config.fit, search=False) if how.start == "around" else config.fit
+        models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, seed)
     if not resume:
         check_target(settings, models[0])  # before a run is overwritten
     with RunFolder(path, resume=resume, overwrite=overwrite) as opened:
@@ -92,32 +87,31 @@ def train_run(
         if (perf := fast()) is not None:
             perf.memory.retain_freed_memory()
         fitted = fit(
-            models[0] if how.particles == 1 else models, data.train, data.validation, likelihood=likelihood,
-            config=settings, prior=config.prior, method=how.method, kernel=how.kernel, temperature=how.temperature,
-            chunk=how.chunk, callbacks=callbacks, folder=opened, resume=resume, device=place, seed=config.run.seed,
-            progress=False,
+            models, data.train, data.validation, likelihood=likelihood, config=settings, prior=config.prior,
+            method=how.method, kernel=how.kernel, temperature=how.temperature, chunk=how.chunk, callbacks=callbacks,
+            folder=opened, resume=resume, device=place, seed=seed, progress=False,
         )  # fmt: skip
         trained = fitted.posterior or fitted.model
         result = {
-            "name": config.run.name, "seed": config.run.seed,
+            "name": config.run.name, "seed": seed,
             "dense_parameters": dense_parameters(fitted.model), "parameters": count_parameters(fitted.model),
-            "start_ranks": {name: list(row) for name, row in fitted.start_ranks.items()},
-            "ranks": {name: list(row) for name, row in ranks(fitted.model).items()},
+            "start_ranks": fitted.start_ranks, "ranks": ranks(fitted.model),
             "layers": _layers(fitted.model, fitted.start_ranks),
             **evaluate(config, data, trained, fitted.likelihood, place, opened),
             "seconds": fitted.seconds, "peak_memory_bytes": peak_memory_bytes(place),
             **{key: environment[key] for key in ("device", "command", "commit", "dirty")},
             "from_run": note, "status": "finished",
         }  # fmt: skip
-        if fitted.posterior is not None:
-            result["posterior"]["diagnostics"] = diagnostics = fitted.history[-1]["diagnostics"]
-            result["posterior"]["warnings"] = _warnings(how.particles, diagnostics, trained)
         about: dict[str, Any] = {"model": config.run.model, "data": config.run.data, "name": config.run.name}
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
+        else:
+            diagnostics, left = fitted.history[-1]["diagnostics"], len(fitted.posterior)
+            warnings = _warnings(how.particles, left, diagnostics["effective_particles"])
+            result["posterior"] |= {"diagnostics": diagnostics, "warnings": warnings}
         save(fitted.posterior or fitted.model.cpu(), path, about)
-        opened.finish(result)
-        return result
+        opened.write("result.json", result)
+        return configs.plain(result)  # type: ignore[no-any-return]
 
 
 def evaluate_run(folder: Path | str, *, device: torch.device | str = "cpu", command: str = "") -> dict[str, Any]:
@@ -125,12 +119,11 @@ def evaluate_run(folder: Path | str, *, device: torch.device | str = "cpu", comm
     path, place = Path(folder), torch.device(device)
     before, config = read_json(path / "result.json", "metrics", "parameters"), configs.load(path / "config.toml")
     with RunFolder(path, resume=True) as opened:
-        model, likelihood = _saved(path, config, place)
-        found = evaluate(config, load_data(config.run.data), model, likelihood, place, opened)
+        found = evaluate(config, load_data(config.run.data), *_saved(path, config, place), place, opened)
         if found["posterior"] is not None:
             found["posterior"] = {**(before["posterior"] or {}), **found["posterior"]}  # what only training knew, too
         result = {**before, **found, "evaluated_again": {"command": command, **describe_environment(place)}}
-        opened.finish(result)
+        opened.write("result.json", result)
         return result
 
 
@@ -146,7 +139,7 @@ def load_run(folder: Path | str, *, device: torch.device | str = "cpu") -> Parti
     return ParticleModel(joint, *stack_joints([joint]))
 
 
-def _saved(folder: Path, config: RunConfig, device: torch.device) -> tuple[nn.Module | ParticleModel, Likelihood]:
+def _saved(folder: Path, config: RunConfig, device: torch.device) -> tuple[Any, Likelihood]:
     likelihood = _likelihood(config.run.likelihood)
     model = load(folder, into=_built(config), likelihood=likelihood if ":" in config.run.likelihood else None)
     if isinstance(model, ParticleModel):
@@ -156,31 +149,26 @@ def _saved(folder: Path, config: RunConfig, device: torch.device) -> tuple[nn.Mo
     return model.to(device), likelihood.to(device)
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 def resolve(name: str) -> Any:
     """What ``"package.module:name"`` or ``"file.py:name"`` stands for; modules may be in the current folder."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ConfigError(f'{name!r} must be "package.module:name" or "file.py:name".')
-    file = Path(place) if place.endswith(".py") else None
-    folder = str((Path() if file is None else file.parent).resolve())
+    path, is_file = Path(place), place.endswith(".py")
+    folder, module = (str(path.parent.resolve()), path.stem) if is_file else (str(Path.cwd()), place)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module = place if file is None else file.stem
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # a module of the user's lacks something else
         raise ConfigError(
-            f"There is no module {place!r}, from {name!r}, in {folder} or among those installed. "
-            'For a file, write "path/to/file.py:name".'
+            f"There is no module {place!r} in {folder} or among those installed. For a file, write "
+            '"path/to/file.py:name".'
         ) from None
     if not hasattr(found, attribute):
-        near = difflib.get_close_matches(attribute, dir(found), n=1)
-        raise ConfigError(f"{place} has no {attribute!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        raise ConfigError(f"{place} has no {attribute!r}.{configs.nearest(attribute, dir(found))}")
     return getattr(found, attribute)
 
 
@@ -189,22 +177,18 @@ def load_data(name: str) -> SimpleNamespace:
     found = resolve(name)
     found = found() if callable(found) else found
     if isinstance(found, tuple | list) and 2 <= len(found) <= 3:
-        found = SimpleNamespace(**dict(zip(("train", "validation", "test"), found, strict=False)))
+        found = SimpleNamespace(**dict(zip(DATA, found, strict=False)))
     if getattr(found, "train", None) is None:
         raise ConfigError(
             f"{name} must return (train, validation), (train, validation, test), or an object with these attributes, "
             f"got a {type(found).__name__}."
         )
-    names = ("train", "validation", "test", "outside", "classes", "mean", "std")
-    return SimpleNamespace(**{name: getattr(found, name, None) for name in names})
+    return SimpleNamespace(**{name: getattr(found, name, None) for name in DATA})
 
 
 def _likelihood(name: str) -> Likelihood:
     found = resolve(name) if ":" in name else name
     return as_likelihood(found() if isinstance(found, type) else found)
-
-
-# --- networks ---------------------------------------------------------------------------------------------------------
 
 
 def _built(config: RunConfig) -> nn.Module:
@@ -217,11 +201,9 @@ def _built(config: RunConfig) -> nn.Module:
 def tensorized(model: nn.Module, settings: TensorizeSettings) -> nn.Module:
     """Factorise the layers that the settings do not keep dense."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    dense: set[str] = set()
-    for pattern in settings.keep_dense:
-        if not (matching := fnmatch.filter(names, pattern)):
-            raise ConfigError(f"tensorize.keep_dense has {pattern!r}, which matches none of {sorted(names)}.")
-        dense.update(matching)
+    if odd := [pattern for pattern in settings.keep_dense if not fnmatch.filter(names, pattern)]:
+        raise ConfigError(f"tensorize.keep_dense has {odd[0]!r}, which matches none of {sorted(names)}.")
+    dense = {name for pattern in settings.keep_dense for name in fnmatch.filter(names, pattern)}
     if not settings.enabled or (dense.issuperset(names) and factorized_weights(model)):
         return model  # perhaps the function that built it has done so
     modes = {name: chosen for name, chosen in settings.modes.items() if name not in dense}
@@ -233,23 +215,15 @@ def tensorized(model: nn.Module, settings: TensorizeSettings) -> nn.Module:
 def _finished_run(config: RunConfig) -> tuple[nn.Module, dict[str, Any]]:
     """The network of the finished run that this one starts from, and a note of what that was."""
     run = Path(config.run.from_run)
-    result = read_json(run / "result.json", "parameters", "seconds", "metrics", "commit")
-    before = configs.load(run / "config.toml")
+    result, before = read_json(run / "result.json", "commit"), configs.load(run / "config.toml")
     if before.posterior.particles > 1:
         raise ConfigError(f"{run} holds a posterior; run.from_run needs a run of one network.")
     if before.run.model != config.run.model:
         raise ConfigError(f"The network of {run} is {before.run.model}, not {config.run.model}. Name the same model.")
-    model, _ = _saved(run, before, torch.device("cpu"))
-    assert isinstance(model, nn.Module)
-    earlier = result.get("from_run") or {}
-    note = {
-        "run": str(run),
-        "epochs": before.fit.epochs + before.fit.finetune_epochs + earlier.get("epochs", 0),
-        **{key: result[key] for key in ("parameters", "metrics")},
-        "seconds": result["seconds"] + earlier.get("seconds", 0.0),
-        "commits": sorted({commit for commit in (result["commit"], *earlier.get("commits", ())) if commit}),
-    }
-    return model, note
+    earlier = result.get("from_run") or {"epochs": 0, "commits": []}
+    epochs = before.fit.epochs + before.fit.finetune_epochs + earlier["epochs"]
+    commits = sorted({result["commit"], *earlier["commits"]} - {None})
+    return _saved(run, before, torch.device("cpu"))[0], {"run": str(run), "epochs": epochs, "commits": commits}
 
 
 def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
@@ -257,19 +231,16 @@ def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[s
     weights, found = factorized_weights(model), {}
     for name, module in model.named_modules():
         now = sum(parameter.numel() for parameter in module.parameters())
-        weight = weights.get(name)
-        if weight is not None:
+        if weight := weights.get(name):
             start = sum(map(math.prod, weight.equation.shapes(weight.layout.sizes, start_ranks[name])))
-            kind = {"format": weight.format.name, "layout": weight.layout.name, "shape": list(weight.shape)}
-            bias = now - weight.numel
-            found[name] = {**kind, "dense": bias + weight.dense_numel, "start": bias + start, "now": now}
+            kind, bias = (weight.format.name, weight.layout.name, weight.shape), now - weight.numel
+            sizes = bias + weight.dense_numel, bias + start, now
         elif isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
-            kind = {"format": "", "layout": "", "shape": list(module.weight.shape)}
-            found[name] = {**kind, "dense": now, "start": now, "now": now}
+            kind, sizes = ("", "", tuple(module.weight.shape)), (now, now, now)
+        else:
+            continue
+        found[name] = dict(zip(("format", "layout", "shape", "dense", "start", "now"), (*kind, *sizes), strict=True))
     return found
-
-
-# --- what it is worth -------------------------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -280,44 +251,46 @@ def evaluate(
 
     A posterior takes that temperature, if ``posterior.calibrate``. Without test data the validation data stand in.
     """
-    size, how, about = max(config.fit.batch_size, 256), config.posterior, None
-    given = {
-        name: part for name in ("train", "validation", "test", "outside") if (part := getattr(data, name)) is not None
-    }
-    parts = {name: Batches(part, size, shuffle=False, device=device, name=name) for name, part in given.items()}
+    parts = {
+        name: Batches(part, max(config.fit.batch_size, 256), shuffle=False, device=device, name=name)
+        for name in DATA[:4] if (part := getattr(data, name)) is not None
+    }  # fmt: skip
     example = next(iter(parts["train"]))[0]
-    if isinstance(model, ParticleModel):
-        about = {"method": how.method, "particles": len(model), "start": how.start, "ood": None}
+    known = isinstance(example, Tensor)
     judged = "test" if "test" in parts else "validation"
+    about = (
+        {"method": config.posterior.method, "particles": len(model), "ood": None}
+        if isinstance(model, ParticleModel)
+        else None
+    )
     found: dict[str, Any] = {
         "task": "other", "metrics": {}, "calibrated": None, "validation": None, "posterior": about,
-        "evaluated_on": judged,
-        "input_shape": list(example.shape[1:]) if isinstance(example, Tensor) else None,
-        "input_dtype": str(example.dtype).removeprefix("torch.") if isinstance(example, Tensor) else None,
-        **{key: None if (own := getattr(data, key)) is None else list(own) for key in ("classes", "mean", "std")},
+        "evaluated_on": judged, "input_shape": list(example.shape[1:]) if known else None,
+        "input_dtype": str(example.dtype).removeprefix("torch.") if known else None,
+        **{key: None if (own := getattr(data, key)) is None else list(own) for key in DATA[4:]},
     }  # fmt: skip
     if judged not in parts or not can_predict(likelihood):
         return found
     seen = {name: predict(model, likelihood, parts[name]) for name in parts if name != "train"}
-    temperature = None
+    fitted = None
     if "validation" in seen and isinstance(likelihood, Classification):
-        watched, targets = seen["validation"]
-        temperature = fit_temperature(watched.particle_probabilities, targets)
-        if about is not None and how.calibrate:
-            likelihood.temperature = temperature
-            seen = {name: (at(prediction, temperature), targets) for name, (prediction, targets) in seen.items()}
-    found["validation"] = _metrics(*seen["validation"]) if "validation" in seen else None
+        fitted = fit_temperature(seen["validation"][0].particle_probabilities, seen["validation"][1])
+        if about is not None and config.posterior.calibrate:
+            likelihood.temperature = fitted
+            seen = {name: (replace(prediction, temperature=fitted), y) for name, (prediction, y) in seen.items()}
     prediction, targets = seen[judged]
     found["metrics"] = _metrics(prediction, targets)
-    if temperature is not None:
-        found["calibrated"] = {"temperature": temperature, **_metrics(at(prediction, temperature), targets)}
+    found["validation"] = _metrics(*seen["validation"]) if "validation" in seen else None
+    if fitted is not None:
+        found["calibrated"] = {"temperature": fitted, **_metrics(replace(prediction, temperature=fitted), targets)}
     if about is not None:
         about["mean_log_likelihood"] = prediction.mean_log_likelihood(targets)
         if isinstance(prediction, ClassPrediction):
-            about |= {"temperature": prediction.temperature, "uncalibrated": _metrics(at(prediction, 1.0), targets)}
+            plain = _metrics(replace(prediction, temperature=1.0), targets)
+            about |= {"temperature": prediction.temperature, "uncalibrated": plain}
         if "outside" in seen:
-            pairs = [(getattr(prediction, key), getattr(seen["outside"][0], key)) for key in ("total", "epistemic")]
-            scores = dict(zip(("auroc", "auroc_epistemic"), (auroc(*pair) for pair in pairs), strict=True))
+            names, outside = (("total", "auroc"), ("epistemic", "auroc_epistemic")), seen["outside"][0]
+            scores = {name: auroc(getattr(prediction, of), getattr(outside, of)) for of, name in names}
             about["ood"] = {"name": getattr(data.outside, "name", "outside"), **scores}
     if isinstance(prediction, ClassPrediction | RegressionPrediction):
         found["task"] = "classification" if isinstance(prediction, ClassPrediction) else "regression"
@@ -325,25 +298,20 @@ def evaluate(
     return found
 
 
-def at(prediction: Any, temperature: float) -> Any:
-    """The same prediction at another temperature."""
-    return dataclasses.replace(prediction, temperature=temperature)
+def _metrics(prediction: Any, targets: Tensor) -> dict[str, float]:
+    return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
 
 
-def _warnings(started: int, diagnostics: dict[str, float], posterior: Any) -> list[str]:
-    left, different, found = len(posterior), diagnostics["effective_particles"], []
+def _warnings(started: int, left: int, different: float) -> list[str]:
+    found = []
     if left < started:
         found.append(f"{started - left} of {started} particles were not finite and dropped. Try a smaller fit.lr.")
     if different < COLLAPSED * left:
         found.append(
-            f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them independently "
-            '(posterior.start = "independent"), or with a larger posterior.jitter.'
+            f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them without "
+            "run.from_run, or with a larger posterior.jitter."
         )
     return found
-
-
-def _metrics(prediction: Any, targets: Tensor) -> dict[str, float]:
-    return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
 
 
 def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data: Batches) -> None:
@@ -353,14 +321,9 @@ def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data
     else:
         hardest = prediction.total.argsort(descending=True)[:HARDEST].cpu()
         kept |= {"probabilities": prediction.mean, "labels": targets, "hardest": hardest}
-        kept["hardest_particle_probabilities"] = prediction.particle_probabilities[:, hardest]
-        inputs: dict[int, Tensor] = {}
-        seen = 0
-        for x, y in data:
-            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3):
-                inputs |= {i: x[i - seen] for i in hardest.tolist() if seen <= i < seen + len(y)}
-            seen += len(y)
-        if inputs:
-            kept["hardest_inputs"] = torch.stack([inputs[i] for i in hardest.tolist()])
+        rows = (row for x, _ in data if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3) for row in x)
+        pictures = {i: row for i, row in enumerate(rows) if i in set(hardest.tolist())}
+        if pictures:
+            kept["hardest_inputs"] = torch.stack([pictures[i] for i in hardest.tolist()])
     stored = {name: t.float() if t.is_floating_point() else t for name, t in kept.items()}
     folder.write("predictions.safetensors", serialised({name: t.cpu().contiguous() for name, t in stored.items()}))
