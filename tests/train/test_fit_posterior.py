@@ -125,7 +125,7 @@ def test_a_particle_that_breaks_is_dropped_and_named(tmp_path: Path) -> None:
     with torch.no_grad():
         for model in models[1:]:
             model.get_parameter("4.bias").fill_(math.nan)
-    with pytest.raises(TrainingError, match="not finite in 3 of 4 particles"):
+    with pytest.raises(TrainingError, match="not finite in 3 of 4 networks"):
         train(models)
 
 

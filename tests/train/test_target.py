@@ -115,7 +115,7 @@ def test_a_run_with_a_target_resumes_in_the_same_bits(stop: int, options: dict[s
     [
         (
             {"target_ratio": 1.2},
-            r"fit\.target_ratio 1\.2 is reached already: the network has [\d,]+ parameters to start",
+            r"fit\.target_ratio 1\.2 is reached already: the network starts with [\d,]+ parameters",
         ),
         ({"target_ratio": 1000.0}, r"fit\.target_ratio 1000 is out of reach: with every rank at 1"),
         ({"target_parameters": 20}, r"fit\.target_parameters 20 is out of reach: with every rank at 1"),

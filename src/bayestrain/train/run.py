@@ -24,6 +24,7 @@ from bayestrain.nn.fast import fast
 from bayestrain.posterior import (
     Classification,
     ClassPrediction,
+    FunctionLikelihood,
     Joint,
     Likelihood,
     ParticleModel,
@@ -42,7 +43,7 @@ from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.fit import fit
 from bayestrain.train.folder import RunFolder, read_json
 from bayestrain.train.search import check_target
-from bayestrain.train.subject import can_predict, predict
+from bayestrain.train.subject import predict
 
 HARDEST = 24
 """How many of the most uncertain test inputs a run keeps."""
@@ -296,7 +297,7 @@ def evaluate(
         "input_dtype": str(example.dtype).removeprefix("torch.") if isinstance(example, Tensor) else None,
         **{key: None if (own := getattr(data, key)) is None else list(own) for key in ("classes", "mean", "std")},
     }  # fmt: skip
-    if judged not in parts or not can_predict(likelihood):
+    if judged not in parts or isinstance(likelihood, FunctionLikelihood):
         return found
     seen = {name: predict(model, likelihood, parts[name]) for name in parts if name != "train"}
     temperature = None
