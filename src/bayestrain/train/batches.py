@@ -22,12 +22,10 @@ class Batches:
     """An iterable of passes, the same for every kind of data.
 
     Args:
-        data: a DataLoader, a Dataset, tensors (x, y), an object with ``batches(batch_size, shuffle=, generator=,
-            device=)`` such as `bayestrain.data.Images`, any re-iterable of (x, y) batches, or a function that returns
-            an iterator of them. x may be a tensor or a dict, list or tuple of tensors.
+        data: one of `KINDS`, where images are any object with ``batches(batch_size, shuffle=, generator=, device=)``.
+            Inputs may be a tensor or a dict, list or tuple of tensors.
         batch_size: of data that do not come in batches.
-        shuffle: draw a new order for each pass, from torch's global generator; data that come in batches decide
-            themselves.
+        shuffle: draw a new order for each pass, from torch's global generator; data in batches decide themselves.
         device: where the batches go.
         name: what errors call the data.
 
@@ -65,8 +63,7 @@ class Batches:
             self._passes = data
         else:
             raise ConfigError(f"{name} must be {KINDS}, got a {type(data).__name__}.")
-        self._leaves_one = False
-        """Whether the last batch would be a single datum, from which batch norm learns nothing: it is left out."""
+        self._leaves_one = False  # out: a last batch of one datum, from which batch norm learns nothing
         if not self.steps:
             self._leaves_one = shuffle and self.num_data % batch_size == 1 and self.num_data > batch_size > 1
             self.steps = math.ceil(self.num_data / batch_size) - self._leaves_one
@@ -75,11 +72,12 @@ class Batches:
         steps = 0
         for batch in self._passes():
             if not (isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor)):
-                entries = ", ".join(type(entry).__name__ for entry in batch) if isinstance(batch, tuple | list) else ""
+                found = type(batch).__name__
+                if isinstance(batch, tuple | list):
+                    found += f" of {', '.join(type(entry).__name__ for entry in batch)}"
                 raise ConfigError(
                     f"Every batch of {self.name} must be a pair (inputs, targets) with a tensor of targets, got a "
-                    f"{type(batch).__name__}{' of ' * bool(entries)}{entries}. Wrap the data in a "
-                    "generator function that yields such pairs."
+                    f"{found}. Wrap the data in a generator function that yields such pairs."
                 )
             if len(batch[1]) == 1 and self._leaves_one:
                 continue

@@ -1,8 +1,4 @@
-"""`fit`: the training loop for one network or a posterior, in one call.
-
-It does the same as the README's own loop, in the same order: likelihood plus prior, backward, the optimiser's step, the
-prior's step, and periodic cuts of the ranks.
-"""
+"""`fit`: the README's own loop for one network or a posterior, in one call."""
 
 import dataclasses
 import math
@@ -32,7 +28,7 @@ from bayestrain.train.search import check_target
 from bayestrain.train.subject import MakeOptimizer, Network, Particles, Setup
 
 SMALL = 1_000_000
-"""Parameters of a dense network without convolutions up to which one thread is used, for any number of particles."""
+"""Parameters of a dense network without convolutions up to which one thread is used."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,10 @@ class FitResult:
     Attributes:
         model: the network, trained in place; of a posterior, the network that its particles are of.
         posterior: the posterior, with several particles.
-        likelihood: with its trained parameters, if it has any.
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
         spectra: what the bonds held just before the final cut.
         start_ranks, start_parameters: of the network before training.
-        seconds: of training.
     """
 
     model: nn.Module
@@ -93,19 +87,18 @@ def fit(
         validation: the same kinds of data. Its metrics are in the history; `target_accuracy` relies on them.
         likelihood: "classification", "regression", a `Likelihood`, or a function (outputs, targets) -> log probability
             of each datum.
-        config: the settings of the loop, of which `settings` may change single ones.
+        config: settings of the loop, of which `settings` may change single ones.
         prior: the settings of the prior; False trains without one.
         particles: with 2 or more, train a posterior of so many networks by `method`: "svgd", "ensemble" or "sgld".
         optimizer: a name of `FitConfig.optimizer`, or a function of a list of (name, parameter) pairs that returns an
             optimiser; its learning rates follow the schedule in proportion.
         num_data: number of training data, if `data` do not know it; otherwise one pass counts them.
-        callbacks: objects with methods of `Callback`, called in order.
+        callbacks: objects with methods of `Callback`.
         folder: where checkpoints and ``history.jsonl`` go.
         resume: continue from the last checkpoint in `folder`, with the same settings. On a CPU the result is the same
             as without the interruption, bit for bit.
         device: where to train; by default where the model is.
         seed: of all random numbers while training; the generators return to their states from before.
-        progress: print a line per epoch.
         settings: any field of `FitConfig`, and `kernel`, `temperature` and `chunk` of `PosteriorConfig`.
 
     >>> import torch, bayestrain as bt

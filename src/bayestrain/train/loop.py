@@ -1,7 +1,7 @@
 """The loop of `fit`: epochs, records, checkpoints, and what ends a run early.
 
-The loop knows no device and no process: what is trained hides behind `Network`, the data behind `Batches`, the disk
-behind `RunFolder`. Several processes, or another trainer, replace these.
+What is trained hides behind `Network`, the data behind `Batches`, the disk behind `RunFolder`, which several processes
+or another trainer can replace.
 """
 
 import math
@@ -73,7 +73,7 @@ class Loop:
                 self.epoch += 1
                 self.seconds += time.perf_counter() - started
                 self._record(means)
-            validation = self._measure() if self._cut() else self.history[-1]["validation"]
+            validation = self.subject.measure(self.validation) if self._cut() else self.history[-1]["validation"]
             if self.subject.posterior is not None:
                 settling = islice(self.data, max(1, SETTLING // self.data.batch_size))
                 self.subject.posterior.refresh_statistics(x for x, _ in settling)
@@ -136,7 +136,7 @@ class Loop:
         phase = "search" if self.search.running else "finetune" if self.config.search else "train"
         record = {
             "epoch": self.epoch, "phase": phase, "seconds": round(self.seconds, 3), "lr": self.rate,
-            **means, "validation": self._measure(), **self.subject.describe(),
+            **means, "validation": self.subject.measure(self.validation), **self.subject.describe(),
         }  # fmt: skip
         self.history.append(record)
         if self.folder is not None:
@@ -146,13 +146,9 @@ class Loop:
                 self.saved = self.epoch
         self.notify("epoch", record)
 
-    def _measure(self) -> dict[str, float] | None:
-        return None if self.validation is None else self.subject.measure(self.validation)
-
     def _diverged(self, where: str, what: str) -> TrainingError:
-        saved = ""
-        if self.folder is not None and self.saved is not None:
-            saved = f" The checkpoint of epoch {self.saved} is in {self.folder.path}."
+        path = "" if self.folder is None else self.folder.path
+        saved = "" if self.saved is None else f" The checkpoint of epoch {self.saved} is in {path}."
         return TrainingError(
             f"Training diverged at {where}: {what}, at learning rate {self.rate:.3g}. The largest or broken weights "
             f"are those of {self.subject.largest()!r}.{saved} Try a smaller lr, clip_norm=1, or a longer warmup_epochs "

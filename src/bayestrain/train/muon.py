@@ -1,8 +1,7 @@
-"""Muon: cores move along orthogonalised momentum, all other parameters as with AdamW.
+"""Muon (Jordan et al., 2024): cores move along orthogonalised momentum, all other parameters as with AdamW.
 
-The gradient of a core is often large along a few directions only. Muon (Jordan et al., 2024) reads the momentum as a
-matrix and takes the nearest matrix with orthonormal rows instead, so that all directions move equally. Of the ways to
-split the axes of a core in two, in order, it takes the one whose matrix is most nearly square.
+The gradient of a core is often large along a few directions only. The nearest matrix with orthonormal rows moves all
+directions equally, where a core is the most nearly square matrix that has its axes in order.
 """
 
 import math
@@ -29,12 +28,9 @@ SIZE = 0.2
 def muon_groups(
     named: Iterable[tuple[str, Tensor]], model: nn.Module, *, decay_cores: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups for `Muon`: cores, and all others.
+    """Parameter groups for `Muon`: the cores of `model`, or of particles of it, and all other parameters.
 
-    Args:
-        named: names and parameters of `model`, or of the particles of a `Posterior` of such models.
-        model: says which of them are cores.
-        decay_cores: apply the optimiser's weight decay to cores, which have a prior already.
+    Cores have no weight decay unless `decay_cores`: they have a prior already.
     """
     cores = {id(core) for weight in factorized_weights(model).values() for core in weight.cores}
     axes = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False) if id(p) in cores}
@@ -52,8 +48,8 @@ class Muon(torch.optim.AdamW):
     """Muon for the cores of a model, AdamW for its other parameters.
 
     Args:
-        params: a model, or groups from `muon_groups`. Parameters of a group with ``orthogonal=True`` are cores; with
-            ``stacked=True`` their first axis counts particles.
+        params: a model, or groups from `muon_groups`: those with ``orthogonal=True`` hold cores, whose first axis counts
+            particles with ``stacked=True``.
         lr: learning rate, as for Adam.
         momentum: of the cores.
         options: of `torch.optim.AdamW`.
@@ -113,10 +109,7 @@ def _unfolded(core: Tensor, stacked: bool) -> Tensor:
 
 
 def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The nearest matrices with orthonormal rows (or columns, if those are shorter), roughly, times `SIZE`.
-
-    Those of similar shapes are padded and computed together.
-    """
+    """Roughly the nearest matrices with orthonormal rows or columns, times `SIZE`; similar shapes go together."""
     short = [m if m.shape[1] <= m.shape[2] else m.mT for m in matrices]
     packs: dict[Any, list[int]] = {}
     for i, m in enumerate(short):

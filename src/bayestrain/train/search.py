@@ -45,12 +45,10 @@ class Search:
 
     @property
     def parameters(self) -> int:
-        """Of one network, now."""
         return count_parameters(self.subject.template)
 
     @property
     def running(self) -> bool:
-        """Whether ranks are still cut."""
         return self.config.search and self.ended is None
 
     def cut(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -132,10 +130,11 @@ def check_target(config: FitConfig, model: nn.Module) -> None:
     if not (target := target_size(config, model)):
         return
     asked = f"fit.{config.targets[0]} {getattr(config, config.targets[0]):g}"
-    if (size := count_parameters(model)) <= target:
+    size, dense = count_parameters(model), dense_parameters(model)
+    if size <= target:
         raise ConfigError(
-            f"{asked} is reached already: the network starts with {size:,} parameters, {dense_parameters(model) / size:.3g}"
-            "x fewer than dense. Ask for a smaller network, or start with a larger max_rank."
+            f"{asked} is reached already: the network starts with {size:,} parameters, {dense / size:.3g}x fewer than "
+            "dense. Ask for a smaller network, or start with a larger max_rank."
         )
     if target < (fewest := fewest_parameters(model)):
         raise ConfigError(f"{asked} is out of reach: with every rank at 1 there are {fewest:,} parameters.")

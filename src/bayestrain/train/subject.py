@@ -32,7 +32,7 @@ MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a run, and what they make: `steps` are those of an epoch, `make` makes a user's optimiser."""
+    """The settings of a run, and what they make; `make` is a user's own way to make an optimiser."""
 
     config: FitConfig
     prior: PriorConfig | None
@@ -44,18 +44,17 @@ class Setup:
     device: torch.device
 
     def make_optimizer(self, named: Named, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimiser for parameters of `model` or of its particles; on a GPU, CUDA graphs can capture its steps."""
+        """The optimiser for parameters of `model` or of its particles; CUDA graphs can capture its steps."""
         if self.make is not None:
             return self.make(named)
-        config, device = self.config, self.device
-        captured, groups = device.type == "cuda", muon_groups(named, model, decay_cores=config.decay_cores)
-        options: dict[str, Any] = {"lr": torch.tensor(config.lr, device=device) if captured else config.lr}
-        options |= {"weight_decay": config.weight_decay, "fused": captured or None}
-        if config.optimizer == "sgd":
-            return torch.optim.SGD(groups, momentum=config.momentum, **options)
-        kinds: dict[str, type[torch.optim.Adam]]
-        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": Muon}
-        return kinds[config.optimizer](groups, capturable=captured, **options)
+        config, captured = self.config, self.device.type == "cuda"
+        groups = muon_groups(named, model, decay_cores=config.decay_cores)
+        lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
+        options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
+        options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
+        kinds: dict[str, Callable[..., torch.optim.Optimizer]]
+        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
+        return kinds[config.optimizer](groups, **options)
 
     def make_prior(self, model: nn.Module) -> NormalPrior | None:
         """The prior of one network; without a search for ranks it is the same Normal for all parameters."""
@@ -64,19 +63,14 @@ class Setup:
             return None
         if not config.search:
             return NormalPrior(model, self.num_data, variance=prior.other_variance, weight=prior.weight)
-        warmup = config.epochs / 4 if prior.warmup_epochs < 0 else prior.warmup_epochs
-        return RankPrior(
-            model, self.num_data, a=prior.a, b=prior.b, weight=prior.weight, warmup_steps=round(warmup * self.steps),
-            update=prior.update, floor=prior.floor, other_variance=prior.other_variance,
-            hold_scale="auto" if prior.hold_scale else (), align_every=prior.align_every,
-        )  # fmt: skip
+        options = {**vars(prior), "hold_scale": "auto" if prior.hold_scale else ()}
+        epochs = options.pop("warmup_epochs")
+        warmup = round((config.epochs / 4 if epochs < 0 else epochs) * self.steps)
+        return RankPrior(model, self.num_data, warmup_steps=warmup, **options)
 
 
 class Network:
-    """One network with its likelihood, prior and optimiser: what the loop trains, cuts, measures, saves and restores.
-
-    Fine-tuning has no prior where ranks were pruned.
-    """
+    """One network with its likelihood, prior and optimiser. Fine-tuning has no prior where ranks were pruned."""
 
     prior: NormalPrior | None
     optimizer: torch.optim.Optimizer
@@ -96,8 +90,7 @@ class Network:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
         perf = fast() if self.device.type == "cuda" and not self.scaler.is_enabled() else None
         self.capture = None if perf is None else perf.capture()
-        self._weight = torch.zeros((), device=self.device)
-        """The prior's weight, where a captured step reads it."""
+        self._weight = torch.zeros((), device=self.device)  # the prior's, where a captured step reads it
 
     @property
     def number(self) -> int:
@@ -128,12 +121,9 @@ class Network:
                 with lowered(self.config.precision, self.device):
                     outputs = one_tensor(self.template(arranged(x)))
                 share = len(y) / total
-                loss = data = -self.likelihood.log_prob(outputs, y).mean() * share
-                prior = torch.zeros_like(data)
-                if i == len(batches) and self.prior is not None:
-                    prior = self.prior.loss(weight)
-                    loss = data + prior
-                self.scaler.scale(loss).backward()
+                data = -self.likelihood.log_prob(outputs, y).mean() * share
+                prior = self.prior.loss(weight) if self.prior and i == len(batches) else torch.zeros_like(data)
+                self.scaler.scale(data + prior).backward()
                 seen.append(torch.stack([data, prior.to(data), accuracy(outputs, y).to(data) * share]).detach())
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
@@ -182,8 +172,10 @@ class Network:
         sizes = {name: float(p.abs().max()) for name, p in self.parameters().items() if p.numel()}
         return max(sizes, key=lambda name: sizes[name] if math.isfinite(sizes[name]) else math.inf, default="")
 
-    def measure(self, batches: Batches) -> dict[str, float]:
+    def measure(self, batches: Batches | None) -> dict[str, float] | None:
         """The metrics of the predictions; for a likelihood that is a function, the log likelihood of the data."""
+        if batches is None:
+            return None
         model, parts = self.posterior or self.template, []
         if not isinstance(self.likelihood, FunctionLikelihood):
             prediction, targets = predict(model, self.likelihood, batches, self.config.precision)
@@ -214,11 +206,9 @@ class Network:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Return to a state."""
-        for name, saved in state.items():
-            if name == "optimizer":
-                load_optimizer(self.optimizer, saved)
-            else:
-                getattr(self, name).load_state_dict(saved)
+        load_optimizer(self.optimizer, state["optimizer"])
+        for name in [name for name in state if name != "optimizer"]:
+            getattr(self, name).load_state_dict(state[name])
         self._forget()
 
 
@@ -273,25 +263,20 @@ class Particles(Network):
         self.posterior.load_state_dict(state["posterior"])
 
 
-# --- predictions and precision ----------------------------------------------------------------------------------------
-
-
 def predict(
     model: nn.Module | ParticleModel, likelihood: Likelihood, batches: Batches, precision: str = "float32"
 ) -> tuple[Any, Tensor]:
     """The prediction for all batches, on the CPU, and their targets."""
-    parts: list[Any] = []
-    targets = []
+    parts, targets = [], []
     with nullcontext() if isinstance(model, ParticleModel) else evaluating(model), torch.no_grad():
         for x, y in batches:
             targets.append(y.cpu())
             if isinstance(model, ParticleModel):
                 parts.append(model.predict(x))
-                continue
-            with lowered(precision, batches.device):
-                outputs = one_tensor(model(arranged(x)))
-            described = {name: found.cpu()[None] for name, found in likelihood.describe(outputs).items()}
-            parts.append(likelihood.prediction(described))
+            else:
+                with lowered(precision, batches.device):
+                    outputs = one_tensor(model(arranged(x)))
+                parts.append(likelihood.prediction({k: t.cpu()[None] for k, t in likelihood.describe(outputs).items()}))
     return type(parts[0]).cat(parts), torch.cat(targets)
 
 
