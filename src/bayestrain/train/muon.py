@@ -48,8 +48,8 @@ class Muon(torch.optim.AdamW):
     """Muon for the cores of a model, AdamW for its other parameters.
 
     Args:
-        params: a model, or groups from `muon_groups`: those with ``orthogonal=True`` hold cores, whose first axis counts
-            particles with ``stacked=True``.
+        params: a model, or groups from `muon_groups`: those with ``orthogonal=True`` hold cores, whose first axis
+            counts particles with ``stacked=True``.
         lr: learning rate, as for Adam.
         momentum: of the cores.
         options: of `torch.optim.AdamW`.
