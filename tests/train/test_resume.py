@@ -72,15 +72,17 @@ def test_every_state_of_the_loop_is_resumed(changes: dict[str, Any], tmp_path: P
     assert_resumes(network, tmp_path, 2, **changes)
 
 
-def test_the_network_that_was_interrupted_may_be_trained_further(tmp_path: Path) -> None:
+def test_the_network_that_was_interrupted_or_finished_may_be_resumed(tmp_path: Path) -> None:
     """As in a notebook, where it has been cut already."""
     whole, model = network(), network()
     train(whole)
     with pytest.raises(Interrupted):
         train(model, folder=tmp_path, callbacks=[StopAfter(5)])
     assert count_parameters(model) < count_parameters(network())
-    train(model, folder=tmp_path, resume=True)
-    assert_same_weights(model, whole)
+    for _ in range(2):
+        result = train(model, folder=tmp_path, resume=True)
+        assert_same_weights(model, whole)
+        assert len(result.history) == 7
 
 
 def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> None:
@@ -92,14 +94,6 @@ def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> 
     assert heard.calls[1] == "epoch 1"
     assert [record["epoch"] for record in result.history] == list(range(7))
     assert_same_weights(model, whole)
-
-
-def test_a_finished_run_resumes_to_its_end(tmp_path: Path) -> None:
-    model, again = network(), network()
-    train(model, folder=tmp_path)
-    result = train(again, folder=tmp_path, resume=True)
-    assert_same_weights(again, model)
-    assert len(result.history) == 7
 
 
 def test_ctrl_c_without_a_folder_is_a_keyboard_interrupt() -> None:

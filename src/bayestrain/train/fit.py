@@ -99,6 +99,7 @@ def fit(
             as without the interruption, bit for bit.
         device: where to train; by default where the model is.
         seed: of all random numbers while training; the generators return to their states from before.
+        progress: print a line per epoch.
         settings: any field of `FitConfig`, and `kernel`, `temperature` and `chunk` of `PosteriorConfig`.
 
     >>> import torch, bayestrain as bt
@@ -113,10 +114,8 @@ def fit(
     own = {name: settings.pop(name) for name in ("kernel", "temperature", "chunk") if name in settings}
     if unknown := set(settings) - {each.name for each in dataclasses.fields(FitConfig)}:
         raise configs.unknown_setting(f"fit.{min(unknown)}")
-    config, how = (
-        dataclasses.replace(config or FitConfig(), **settings),
-        PosteriorConfig(particles=particles, method=method, **own),
-    )
+    config = dataclasses.replace(config or FitConfig(), **settings)
+    how = PosteriorConfig(particles=particles, method=method, **own)
     models = _models(model, how.particles, seed)
     how = dataclasses.replace(how, particles=len(models))
     if not (config.search and factorized_weights(models[0])):

@@ -190,14 +190,12 @@ class Network:
 
     def describe(self) -> dict[str, Any]:
         """Entries for the history."""
-        found = {
-            "prior_weight": 0.0 if self.prior is None else self.prior.current_weight,
-            "parameters": count_parameters(self.template),
-            "ranks": {name: list(bonds) for name, bonds in ranks(self.template).items()},
-        }
+        weight = 0.0 if self.prior is None else self.prior.current_weight
+        bonds = {name: list(found) for name, found in ranks(self.template).items()}
+        about = {"prior_weight": weight, "parameters": count_parameters(self.template), "ranks": bonds}
         if self.posterior is not None:
-            found |= {"particles": self.number, "diagnostics": vars(diagnose(self.posterior.particles))}
-        return found
+            about |= {"particles": self.number, "diagnostics": vars(diagnose(self.posterior.particles))}
+        return about
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
@@ -213,7 +211,7 @@ class Network:
 
 
 class Particles(Network):
-    """All particles of a posterior. Fine-tuning has fixed ranks and a Normal prior."""
+    """All particles of a posterior. Fine-tuning has a Normal prior."""
 
     posterior: Posterior
 
@@ -257,9 +255,9 @@ class Particles(Network):
         return {"posterior": self.posterior.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        saved = len(state["posterior"]["method"]["broken"])
-        if saved < self.number:  # some were dropped
-            self.posterior.drop_(range(saved, self.number))
+        left = len(state["posterior"]["method"]["broken"])
+        if left < self.number:
+            self.posterior.drop_(range(left, self.number))
         self.posterior.load_state_dict(state["posterior"])
 
 
@@ -308,5 +306,4 @@ def products(precision: str) -> Iterator[None]:
 
 def arranged(x: Any) -> Any:
     """Images channels last in memory on a GPU, where convolutions are faster on them."""
-    last = torch.channels_last
-    return apply(x, lambda t: t.contiguous(memory_format=last) if t.is_cuda and t.ndim == 4 else t)
+    return apply(x, lambda t: t.contiguous(memory_format=torch.channels_last) if t.is_cuda and t.ndim == 4 else t)
