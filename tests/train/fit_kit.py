@@ -1,12 +1,17 @@
-"""What tests of `fit` share: small data that need few ranks, networks, and a callback that presses Ctrl-C."""
+"""What tests of `fit` share: small data that need few ranks, networks, callbacks, and what resuming has to keep."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from bayestrain.errors import Interrupted
 from bayestrain.nn import TensorizeConfig, tensorize_
 from bayestrain.train import Callback, FitResult, PriorConfig, fit
 
@@ -29,6 +34,13 @@ def network(*, dropout: float = 0.1, norm: bool = False, max_rank: int = 8) -> n
     middle = [nn.BatchNorm1d(32)] if norm else []
     model = nn.Sequential(nn.Linear(24, 32), *middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3))
     tensorize_(model, TensorizeConfig(max_rank=max_rank))
+    return model
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 96), nn.ReLU(), nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 3))
+    tensorize_(model, TensorizeConfig(max_rank=12))
     return model
 
 
@@ -62,6 +74,7 @@ class Listener(Callback):
         self.calls: list[str] = []
         self.messages: list[str] = []
         self.cuts: list[Any] = []
+        self.on_message = self.messages.append  # type: ignore[method-assign]
 
     def on_start(self, plan: Any) -> None:
         self.calls.append("start")
@@ -74,21 +87,46 @@ class Listener(Callback):
         self.calls.append("cut")
         self.cuts.append(report)
 
-    def on_message(self, text: str) -> None:
-        self.messages.append(text)
-
-    def on_end(self, result: Any) -> None:
+    def on_end(self, result: Any) -> None:  # noqa: ARG002
         self.calls.append("end")
-        self.result = result
 
 
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
     """Bit for bit."""
-    first, second = one.state_dict(), other.state_dict()
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    assert_same_tensors(one.state_dict(), other.state_dict())
+
+
+def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def tensors(result: FitResult) -> dict[str, Tensor]:
+    particles = result.posterior
+    return result.model.state_dict() if particles is None else {**particles.particles, **particles.carried}
 
 
 def without_seconds(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+def assert_resumes(
+    build: Callable[[], Any], folder: Path, stop: int, data: Callable[[], Any] = lambda: TRAIN, **options: Any
+) -> FitResult:
+    """A run that is interrupted during the epoch after `stop`, and resumed, ends in the same bits."""
+    expected = train(build, data(), **options)
+    with pytest.raises(Interrupted, match=rf"epoch {stop} .*--resume.*resume=True") as stopped:
+        train(build, data(), folder=folder, callbacks=[StopAfter(stop)], **options)
+    assert stopped.value.folder == str(folder)
+    with (folder / "history.jsonl").open("a") as file:
+        file.write('{"epoch": 9}\n{"epo')  # killed while it wrote a line
+    torch.rand(7)  # another program's use of the global generator does not matter
+    result = train(build, data(), folder=folder, resume=True, **options)
+    assert_same_tensors(tensors(result), tensors(expected))
+    assert without_seconds(result.history) == without_seconds(expected.history)
+    assert (result.spectra, result.start_ranks) == (expected.spectra, expected.start_ranks)
+    assert [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()] == result.history
+    if result.spectra:
+        assert json.loads((folder / "spectra.json").read_text()) == json.loads(json.dumps(result.spectra))
+    return result

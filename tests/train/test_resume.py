@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_same_weights, network, train, without_seconds
+from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_resumes, assert_same_weights, network, train
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
@@ -42,67 +43,46 @@ def own_generator() -> DataLoader[Any]:
 
 
 DATA = {
-    "tensors": lambda: TRAIN,
     "loader": lambda: DataLoader(TensorDataset(*TRAIN), batch_size=100, shuffle=True),
     "own generator": own_generator,
     "augmented": lambda: DataLoader(Noisy(), batch_size=100, shuffle=True),
 }
 
 
+def with_norm() -> nn.Module:
+    return network(norm=True)
+
+
 @pytest.mark.parametrize("stop", [0, 2, 4, 5])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"optimizer": optimizer, "validation": HELD_OUT}
-    whole = network(norm=True)
-    expected = train(whole, **options)
-    assert len({record["parameters"] for record in expected.history}) > 2  # cores really change their shapes
-    with pytest.raises(Interrupted, match=rf"epoch {stop} .*--resume.*resume=True") as stopped:
-        train(network(norm=True), folder=tmp_path, callbacks=[StopAfter(stop)], **options)
-    assert stopped.value.folder == str(tmp_path)
-    with (tmp_path / "history.jsonl").open("a") as file:
-        file.write('{"epoch": 9}\n{"epo')  # killed while it wrote a line
-    torch.rand(7)  # another program's use of the global generator does not matter
-    model = network(norm=True)
-    result = train(model, folder=tmp_path, resume=True, **options)
-    assert_same_weights(model, whole)
-    assert without_seconds(result.history) == without_seconds(expected.history)
-    assert (result.spectra, result.start_ranks) == (expected.spectra, expected.start_ranks)
-    on_disk = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert on_disk == result.history
-    assert json.loads((tmp_path / "spectra.json").read_text()) == json.loads(json.dumps(result.spectra))
+    result = assert_resumes(with_norm, tmp_path, stop, optimizer=optimizer, validation=HELD_OUT)
+    assert len({record["parameters"] for record in result.history}) > 2  # cores really change their shapes
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_the_order_of_the_data_and_their_augmentation_are_resumed(kind: str, tmp_path: Path) -> None:
-    whole, model = network(), network()
-    train(whole, DATA[kind]())
-    with pytest.raises(Interrupted):
-        train(network(), DATA[kind](), folder=tmp_path, callbacks=[StopAfter(2)])
-    train(model, DATA[kind](), folder=tmp_path, resume=True)
-    assert_same_weights(model, whole)
+    assert_resumes(network, tmp_path, 2, DATA[kind])
 
 
 @pytest.mark.parametrize(
     "changes", [{"precision": "fp16"}, {"accumulate": 2, "clip_norm": 0.5}, {"search": False}], ids=str
 )
 def test_every_state_of_the_loop_is_resumed(changes: dict[str, Any], tmp_path: Path) -> None:
-    whole, model = network(), network()
-    train(whole, **changes)
-    with pytest.raises(Interrupted):
-        train(network(), folder=tmp_path, callbacks=[StopAfter(2)], **changes)
-    train(model, folder=tmp_path, resume=True, **changes)
-    assert_same_weights(model, whole)
+    assert_resumes(network, tmp_path, 2, **changes)
 
 
-def test_the_network_that_was_interrupted_may_be_trained_further(tmp_path: Path) -> None:
+def test_the_network_that_was_interrupted_or_finished_may_be_resumed(tmp_path: Path) -> None:
     """As in a notebook, where it has been cut already."""
     whole, model = network(), network()
     train(whole)
     with pytest.raises(Interrupted):
         train(model, folder=tmp_path, callbacks=[StopAfter(5)])
     assert count_parameters(model) < count_parameters(network())
-    train(model, folder=tmp_path, resume=True)
-    assert_same_weights(model, whole)
+    for _ in range(2):
+        result = train(model, folder=tmp_path, resume=True)
+        assert_same_weights(model, whole)
+        assert len(result.history) == 7
 
 
 def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> None:
@@ -114,14 +94,6 @@ def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> 
     assert heard.calls[1] == "epoch 1"
     assert [record["epoch"] for record in result.history] == list(range(7))
     assert_same_weights(model, whole)
-
-
-def test_a_finished_run_resumes_to_its_end(tmp_path: Path) -> None:
-    model, again = network(), network()
-    train(model, folder=tmp_path)
-    result = train(again, folder=tmp_path, resume=True)
-    assert_same_weights(again, model)
-    assert len(result.history) == 7
 
 
 def test_ctrl_c_without_a_folder_is_a_keyboard_interrupt() -> None:

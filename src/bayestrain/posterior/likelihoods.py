@@ -47,6 +47,11 @@ class Likelihood(nn.Module, ABC):
             "describe() and prediction()."
         )
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it says what to predict."""
+        return type(self).prediction is not Likelihood.prediction
+
     def log_prob(self, outputs: object, targets: Tensor) -> Tensor:
         """Return `forward`, having checked what the network and `forward` returned."""
         values = self(full_precision(one_tensor(outputs)), targets)

@@ -1,9 +1,9 @@
 """`Batches`: passes over a user's data of any kind, as (inputs, targets) on a device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -22,17 +22,15 @@ class Batches:
     """An iterable of passes, the same for every kind of data.
 
     Args:
-        data: a DataLoader, a Dataset, tensors (x, y), an object with ``batches(batch_size, shuffle=, generator=,
-            device=)`` such as `bayestrain.data.Images`, any re-iterable of (x, y) batches, or a function that returns
-            an iterator of them. x may be a tensor or a dict, list or tuple of tensors.
+        data: one of `KINDS`, where images are any object with ``batches(batch_size, shuffle=, generator=, device=)``.
+            Inputs may be a tensor or a dict, list or tuple of tensors.
         batch_size: of data that do not come in batches.
-        shuffle: draw a new order for each pass, from torch's global generator; data that come in batches decide
-            themselves.
+        shuffle: draw a new order for each pass, from torch's global generator; data in batches decide themselves.
         device: where the batches go.
         name: what errors call the data.
 
     Attributes:
-        num_data, steps: data and batches of a pass; None until `count`, if only a pass can determine them.
+        num_data, steps: data and batches of a pass; 0 until `count`, if only a pass can determine them.
     """
 
     def __init__(self, data: Any, batch_size: int, *, shuffle: bool, device: torch.device, name: str = "data") -> None:
@@ -43,48 +41,43 @@ class Batches:
             )
         if isinstance(data, Dataset) and not hasattr(data, "batches"):
             data = DataLoader(data, batch_size, shuffle=shuffle and not isinstance(data, IterableDataset))
-        self.name, self.device, self.batch_size, self.shuffle, self.data = name, device, batch_size, shuffle, data
-        self.num_data: int | None = None
-        self.steps: int | None = None
+        self.data, self.batch_size, self.device, self.name = data, batch_size, device, name
+        self.num_data = self.steps = 0
         self._passes: Callable[[], Iterable[Any]]
-        rows = -1
         if hasattr(data, "batches"):
-            own, options = data.to(device) if hasattr(data, "to") else data, {"shuffle": shuffle, "device": device}
-            self._passes = lambda: own.batches(batch_size, generator=torch.default_generator, **options)
-            rows = len(own)
+            own = data.to(device) if hasattr(data, "to") else data
+            options = {"shuffle": shuffle, "generator": torch.default_generator, "device": device}
+            self.num_data, self._passes = len(own), partial(own.batches, batch_size, **options)
         elif isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor):
             sizes: set[int] = set()
-            apply(data, lambda tensor: sizes.add(len(tensor)) or tensor)  # type: ignore[func-returns-value]
+            apply(data, lambda tensor: sizes.add(len(tensor)))
             if len(sizes) != 1:
                 raise ConfigError(f"The tensors of {name} must have as many rows as one another, got {sorted(sizes)}.")
-            rows, self.data = sizes.pop(), self._moved(data)
-            self._passes = lambda: self._tensors(rows)
+            self.num_data, self._passes = sizes.pop(), partial(self._rows, self._moved(data), shuffle)
         elif isinstance(data, Iterable):
-            self._passes, self.steps = lambda: data, _length(data)
+            self._passes, self.steps = lambda: data, length_hint(data)
             sampler = getattr(data, "sampler", None)
             if sampler is not None and getattr(getattr(data, "batch_sampler", None), "sampler", None) is sampler:
-                self.num_data = _length(sampler)
+                self.num_data = length_hint(sampler)
         elif callable(data):
             self._passes = data
         else:
             raise ConfigError(f"{name} must be {KINDS}, got a {type(data).__name__}.")
-        self._leaves_one = False
-        """Whether the last batch would be a single datum, from which batch norm learns nothing: it is left out."""
-        if rows >= 0:
-            self._leaves_one = shuffle and rows % batch_size == 1 and rows > batch_size > 1
-            self.num_data, self.steps = rows, math.ceil(rows / batch_size) - self._leaves_one
-        if self.steps == 0:
-            raise ConfigError(f"{name} has no data.")
+        self._leaves_one = False  # out: a last batch of one datum, from which batch norm learns nothing
+        if not self.steps:
+            self._leaves_one = shuffle and self.num_data % batch_size == 1 and self.num_data > batch_size > 1
+            self.steps = math.ceil(self.num_data / batch_size) - self._leaves_one
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         steps = 0
         for batch in self._passes():
             if not (isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor)):
-                entries = ", ".join(type(entry).__name__ for entry in batch) if isinstance(batch, tuple | list) else ""
+                found = type(batch).__name__
+                if isinstance(batch, tuple | list):
+                    found += f" of {', '.join(type(entry).__name__ for entry in batch)}"
                 raise ConfigError(
                     f"Every batch of {self.name} must be a pair (inputs, targets) with a tensor of targets, got a "
-                    f"{type(batch).__name__}{' of ' * bool(entries)}{entries}. Wrap the data in a "
-                    "generator function that yields such pairs."
+                    f"{found}. Wrap the data in a generator function that yields such pairs."
                 )
             if len(batch[1]) == 1 and self._leaves_one:
                 continue
@@ -92,34 +85,32 @@ class Batches:
             x, y = self._moved(batch)
             yield x, y
         if not steps:
-            raise ConfigError(
-                f"{self.name} yielded no batch in this epoch. It must be iterable once per epoch: pass {KINDS}."
-            )
+            raise ConfigError(f"{self.name} yielded no batch. It must be iterable once per epoch: pass {KINDS}.")
 
     def count(self, num_data: int | None = None) -> int:
         """Determine `num_data`, unless it is given, and `steps`; if necessary by one pass without training."""
-        if self.steps is None or (self.num_data is None and num_data is None):
+        if not self.steps or (num_data is None and not self.num_data):
             sizes = [len(y) for _, y in self]
             self.num_data, self.steps = sum(sizes), len(sizes)
         self.num_data = self.num_data if num_data is None else num_data
-        return self.num_data or 0
+        return self.num_data
 
-    def _tensors(self, rows: int) -> Iterator[Any]:
-        order = torch.randperm(rows) if self.shuffle else torch.arange(rows)
+    def _rows(self, data: Any, shuffle: bool) -> Iterator[Any]:
+        rows = len(data[1])
+        order = torch.randperm(rows) if shuffle else torch.arange(rows)
         for chosen in order.to(self.device).split(self.batch_size):
-            yield apply(self.data, lambda tensor, own=chosen: tensor[own])  # type: ignore[misc]
+            yield apply(data, lambda tensor, chosen=chosen: tensor[chosen])
 
     def _moved(self, tree: Any) -> Any:
         return apply(tree, lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def generators(self) -> dict[str, torch.Generator]:
+    def generators(self) -> list[torch.Generator]:
         """The random number generators that the data keep for themselves, which an exact resume has to restore."""
-        owners = {"loader": self.data, "sampler": getattr(self.data, "sampler", None)}
-        found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
-        return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+        found = [getattr(owner, "generator", None) for owner in (self.data, getattr(self.data, "sampler", None))]
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
-def apply(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def apply(tree: Any, function: Callable[..., Any]) -> Any:
     """The same dicts, lists and tuples with `function` applied to every tensor in them."""
     if isinstance(tree, Tensor):
         return function(tree)
@@ -129,10 +120,3 @@ def apply(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
         entries = [apply(entry, function) for entry in tree]
         return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
     return tree
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None

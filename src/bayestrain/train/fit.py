@@ -1,23 +1,16 @@
-"""`fit`: the training loop for one network or a posterior, in one call.
-
-A loop of your own needs none of this; see the README. `fit` does the same in the same order: likelihood plus prior,
-backward, the optimiser's step, the prior's step, and periodic cuts of the ranks.
-"""
-
-from __future__ import annotations
+"""`fit`: the README's own loop for one network or a posterior, in one call."""
 
 import dataclasses
 import math
 import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,10 +25,10 @@ from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.loop import Loop, random_state, set_random_state
 from bayestrain.train.search import check_target
-from bayestrain.train.subject import MakeOptimizer, Network, Particles, make_prior
+from bayestrain.train.subject import MakeOptimizer, Network, Particles, Setup
 
 SMALL = 1_000_000
-"""Parameters of a dense network without convolutions up to which one thread is used, for any number of particles."""
+"""Parameters of a dense network without convolutions up to which one thread is used."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +38,10 @@ class FitResult:
     Attributes:
         model: the network, trained in place; of a posterior, the network that its particles are of.
         posterior: the posterior, with several particles.
-        likelihood: with its trained parameters, if it has any.
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
         spectra: what the bonds held just before the final cut.
         start_ranks, start_parameters: of the network before training.
-        seconds: of training.
     """
 
     model: nn.Module
@@ -96,13 +87,13 @@ def fit(
         validation: the same kinds of data. Its metrics are in the history; `target_accuracy` relies on them.
         likelihood: "classification", "regression", a `Likelihood`, or a function (outputs, targets) -> log probability
             of each datum.
-        config: the settings of the loop (`FitConfig`), of which `settings` may change single ones.
+        config: settings of the loop, of which `settings` may change single ones.
         prior: the settings of the prior; False trains without one.
         particles: with 2 or more, train a posterior of so many networks by `method`: "svgd", "ensemble" or "sgld".
         optimizer: a name of `FitConfig.optimizer`, or a function of a list of (name, parameter) pairs that returns an
             optimiser; its learning rates follow the schedule in proportion.
         num_data: number of training data, if `data` do not know it; otherwise one pass counts them.
-        callbacks: objects with methods of `Callback`, called in order.
+        callbacks: objects with methods of `Callback`.
         folder: where checkpoints and ``history.jsonl`` go.
         resume: continue from the last checkpoint in `folder`, with the same settings. On a CPU the result is the same
             as without the interruption, bit for bit.
@@ -119,68 +110,64 @@ def fit(
     ['search', 'search', 'search', 'finetune']
     """
     if isinstance(optimizer, str):
-        settings["optimizer"] = optimizer
+        settings["optimizer"], optimizer = optimizer, None
     own = {name: settings.pop(name) for name in ("kernel", "temperature", "chunk") if name in settings}
     if unknown := set(settings) - {each.name for each in dataclasses.fields(FitConfig)}:
         raise configs.unknown_setting(f"fit.{min(unknown)}")
     config = dataclasses.replace(config or FitConfig(), **settings)
-    models = _models(model, PosteriorConfig(particles=particles).particles, seed)
-    how = PosteriorConfig(particles=len(models), method=method, **own)
-    search = config.search and bool(factorized_weights(models[0]))
-    config = config if search else dataclasses.replace(config, finetune_epochs=0)
-    _check(config, how, search=search, prior=prior, validation=validation)
+    how = PosteriorConfig(particles=particles, method=method, **own)
+    models = _models(model, how.particles, seed)
+    how = dataclasses.replace(how, particles=len(models))
+    if not (config.search and factorized_weights(models[0])):
+        config = dataclasses.replace(config, search=False, finetune_epochs=0)
+    _check(config, how, prior, validation)
     if resume and folder is None:
         raise ConfigError("resume=True needs folder=, the folder of the run to resume.")
     first = next(models[0].parameters(), torch.empty(0))
     place = torch.device(first.device if device is None else device)
-    batches = Batches(data, config.batch_size, shuffle=True, device=place)
-    held_out = None
+    batches, held_out = Batches(data, config.batch_size, shuffle=True, device=place), None
     if validation is not None:
         held_out = Batches(validation, max(config.batch_size, 256), shuffle=False, device=place, name="validation")
-    with _threads(config.threads, models), _own_random_numbers(place), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ParticleWarning)  # messages name broken particles
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(set_random_state, random_state(place), place)
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=ParticleWarning))  # messages name them
+        torch.set_num_threads(config.threads or _threads(models[0]))
         number = batches.count(num_data)
-        prior = prior if isinstance(prior, PriorConfig) or prior is False else PriorConfig()
-        known = configs.flat(config, how, *([prior] if prior else []))
+        chosen = None if prior is False else prior if isinstance(prior, PriorConfig) else PriorConfig()
+        known = configs.flat(config, how, *([chosen] if chosen else []))
         known |= {"seed": int(seed), "num_data": number, "batches": batches.steps}
-        if callable(optimizer):
+        if optimizer is not None:
             known["fit.optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__name__)
-        opened = folder if isinstance(folder, RunFolder) or folder is None else RunFolder(folder, resume=resume)
-        with nullcontext() if opened is None or opened is folder else opened:
-            saved, note = opened.load_checkpoint() if opened is not None and resume else (None, "")
-            if saved is None:
-                check_target(config, models[0])
-            elif changed := "; ".join(configs.differences(saved["settings"], known)):
-                raise ConfigError(
-                    f"The run cannot be resumed with other settings: {changed}. Use the same, or another folder."
-                )
-            models = [model.to(place) for model in models]
-            likelihood = as_likelihood(likelihood).to(place, first.dtype)
-            steps = math.ceil((batches.steps or 1) / config.accumulate)
-            made = partial(make_prior, prior or None, config, number, steps, search)
-            make: Any = optimizer if callable(optimizer) else None
-            if how.particles == 1:
-                subject = Network(models[0], likelihood, config, made, make)
-            else:
-                assert isinstance(prior, PriorConfig)  # _check has refused the rest
-                subject = Particles(models, likelihood, config, made, make, number, prior, how, seed)
-            listeners = [*callbacks, *([ProgressPrinter()] if progress else [])]
-            loop = Loop(subject, batches, held_out, config, opened, listeners, known, search)
-            if saved is None:
-                _seed(seed)
-            else:
-                loop.restore(saved)
-            final, before = loop.run(note), loop.history[0]
-            result = FitResult(
-                subject.template, subject.posterior, subject.likelihood, loop.history, final,
-                {} if loop.search is None else loop.search.spectra,
-                {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
-            )  # fmt: skip
-            loop.notify("end", result)
-            return result
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------
+        if folder is not None and not isinstance(folder, RunFolder):
+            folder = stack.enter_context(RunFolder(folder, resume=resume))
+        saved, note = folder.load_checkpoint() if folder is not None and resume else (None, "")
+        if saved is None:
+            check_target(config, models[0])
+        elif changed := "; ".join(configs.differences(saved["settings"], known)):
+            raise ConfigError(
+                f"The run cannot be resumed with other settings: {changed}. Use the same, or another folder."
+            )
+        models = [model.to(place) for model in models]
+        likelihood = as_likelihood(likelihood).to(place, first.dtype)
+        steps = math.ceil(batches.steps / config.accumulate)
+        setup = Setup(config, chosen, how, number, steps, optimizer, seed, place)
+        subject = Particles(models, likelihood, setup) if len(models) > 1 else Network(models[0], likelihood, setup)
+        listeners = [*callbacks, *([ProgressPrinter()] if progress else [])]
+        loop = Loop(subject, setup, batches, held_out, folder, listeners, known)
+        if saved is None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+        else:
+            loop.restore(saved)
+        final, before = loop.run(note), loop.history[0]
+        result = FitResult(
+            subject.template, subject.posterior, subject.likelihood, loop.history, final, loop.search.spectra,
+            {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
+        )  # fmt: skip
+        loop.notify("end", result)
+        return result
 
 
 def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
@@ -200,7 +187,7 @@ def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
     return models
 
 
-def _check(config: FitConfig, how: PosteriorConfig, *, search: bool, prior: Any, validation: Any) -> None:
+def _check(config: FitConfig, how: PosteriorConfig, prior: Any, validation: Any) -> None:
     """Refuse settings that do not go together, before anything is changed."""
     for name, refused, instead in (
         ("prior=False", prior is False, "Leave it out: a posterior has a prior."),
@@ -209,7 +196,7 @@ def _check(config: FitConfig, how: PosteriorConfig, *, search: bool, prior: Any,
     ):
         if refused and how.particles > 1:
             raise ConfigError(f"{name} is for one network, not for {how.particles} particles. {instead}")
-    if config.targets and not search:
+    if config.targets and not config.search:
         raise ConfigError(
             f"fit.{config.targets[0]} needs factorised weights, and fit.search. Call tensorize_(model) first."
         )
@@ -217,34 +204,7 @@ def _check(config: FitConfig, how: PosteriorConfig, *, search: bool, prior: Any,
         raise ConfigError("fit.target_accuracy needs validation data, and cuts during training (fit.compact_every).")
 
 
-# --- surroundings -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _threads(threads: int, models: Sequence[nn.Module]) -> Iterator[None]:
-    """Use this many threads temporarily: small products gain little from a second one, and stall on a busy machine."""
-    convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in models[0].modules())
-    small = dense_parameters(models[0]) <= SMALL and not convolves
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or (1 if small else before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Return all random number generators to their states afterwards."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+def _threads(model: nn.Module) -> int:
+    """One for small networks: small products gain little from a second thread, and stall on a busy machine."""
+    convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in model.modules())
+    return torch.get_num_threads() if convolves or dense_parameters(model) > SMALL else 1

@@ -17,7 +17,7 @@ import torch
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 
-FORMAT = 2
+FORMAT = 3
 """Of checkpoints: a higher number for every change after which older ones cannot be resumed."""
 
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"

@@ -1,30 +1,28 @@
 """The loop of `fit`: epochs, records, checkpoints, and what ends a run early.
 
-The loop knows no device and no process: what is trained hides behind `Network`, the data behind `Batches`, the disk
-behind `RunFolder`. Several processes, or another trainer, replace these.
+What is trained hides behind `Network`, the data behind `Batches`, the disk behind `RunFolder`, which several processes
+or another trainer can replace.
 """
-
-from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bayestrain.errors import Interrupted, TrainingError
-from bayestrain.nn import count_parameters, dense_parameters, ranks
+from bayestrain.nn import count_parameters, dense_parameters
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import Plan
 from bayestrain.train.config import FitConfig
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.search import Search
-from bayestrain.train.subject import Network
+from bayestrain.train.subject import Network, Setup
 
 LOOK_EVERY = 50
 """Steps between progress reports, and between checks of the losses on a GPU, where a check waits for the device."""
@@ -36,20 +34,20 @@ SETTLING = 2**14
 class Loop:
     """One training run: how it steps, what it records, how it is saved."""
 
+    KEPT = ("epoch", "seconds", "rate", "history")
+
     def __init__(
-        self, subject: Network, data: Batches, validation: Batches | None, config: FitConfig, folder: RunFolder | None,
-        callbacks: Sequence[Any], settings: dict[str, Any], search: bool,
+        self, subject: Network, setup: Setup, data: Batches, validation: Batches | None, folder: RunFolder | None,
+        callbacks: Sequence[Any], settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.subject, self.data, self.validation, self.config = subject, data, validation, config
-        self.folder, self.callbacks, self.settings = folder, callbacks, settings
-        self.search = Search(subject, config, self.notify) if search else None
+        self.subject, self.data, self.validation, self.config = subject, data, validation, setup.config
+        self.folder, self.callbacks, self.settings, self.steps = folder, callbacks, settings, setup.steps
+        self.search = Search(subject, self.config, self.notify)
         self.epoch, self.seconds, self.rate = 0, 0.0, 0.0
-        self.saved: int | None = None
-        """The epoch of the last checkpoint."""
         self.history: list[dict[str, Any]] = []
-        self.steps = math.ceil((data.steps or 1) / config.accumulate)
-        self.epochs = config.epochs + config.finetune_epochs
-        self.rates = [float(group["lr"]) / config.lr for group in subject.optimizer.param_groups]
+        self.saved: int | None = None  # the epoch of the last checkpoint
+        self.epochs = self.config.epochs + self.config.finetune_epochs
+        self.rates = [float(group["lr"]) / self.config.lr for group in subject.optimizer.param_groups]
 
     def notify(self, what: str, argument: Any) -> None:
         """Call this method of all callbacks that have it."""
@@ -61,9 +59,8 @@ class Loop:
         """All epochs that are left, and the final cut; the metrics of the final network on the validation data."""
         if self.folder is not None:
             self.folder.write_history(self.history)
-        template, number = self.subject.template, self.data.num_data or 0
-        sizes = count_parameters(template), dense_parameters(template)
-        self.notify("start", Plan(self.epochs, self.epoch, self.steps, number, self.subject.number, *sizes))
+        sizes = count_parameters(self.subject.template), dense_parameters(self.subject.template)
+        self.notify("start", Plan(self.epochs, self.epoch, self.steps, self.data.num_data, self.subject.number, *sizes))
         if note:
             self.notify("message", note)
         try:
@@ -76,8 +73,10 @@ class Loop:
                 self.epoch += 1
                 self.seconds += time.perf_counter() - started
                 self._record(means)
-            validation = self.measure() if self._cut() else self.history[-1]["validation"]
-            self.subject.finish(islice((x for x, _ in self.data), max(1, SETTLING // self.data.batch_size)))
+            validation = self.subject.measure(self.validation) if self._cut() else self.history[-1]["validation"]
+            if self.subject.posterior is not None:
+                settling = islice(self.data, max(1, SETTLING // self.data.batch_size))
+                self.subject.posterior.refresh_statistics(x for x, _ in settling)
             return validation
         except KeyboardInterrupt:
             if self.folder is None or self.saved is None:
@@ -99,16 +98,16 @@ class Loop:
             sums, seen = sums + recent[-1] * number, seen + number
             if step % every == 0 or step >= self.steps:
                 for place, (data, prior, _) in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
-                    if not math.isfinite(data + prior):
-                        what = f"the likelihood loss is {data}" if not math.isfinite(data) else f"the prior is {prior}"
-                        raise self._diverged(f"epoch {self.epoch + 1}, step {place}", what)
+                    for what, value in (("likelihood loss", data), ("prior", prior)):
+                        if not math.isfinite(value):
+                            raise self._diverged(f"epoch {self.epoch + 1}, step {place}", f"the {what} is {value}")
                 recent = []
             if step % LOOK_EVERY == 0:
                 self.notify("step", {"epoch": self.epoch + 1, "step": step, "lr": self.rate, **_means(sums / seen)})
         return _means(sums / seen)
 
     def _set_rate(self, epoch: float) -> None:
-        self.rate = learning_rate(self.config, epoch, None if self.search is None else self.search.ended)
+        self.rate = learning_rate(self.config, epoch, self.search.ended)
         for group, ratio in zip(self.subject.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(self.rate * ratio)  # where a captured step reads it
@@ -117,38 +116,28 @@ class Loop:
 
     def _cut(self) -> bool:
         """Cut the ranks if it is time; whether this ended the search."""
-        if self.search is None or self.search.ended is not None:
+        if not self.search.running:
             return False
         started = time.perf_counter()
-        self.search.cut(self.epoch, self.history[-1]["validation"])
+        self.search.cut(self.epoch, self.history[-1]["validation"] or {})
         self.seconds += time.perf_counter() - started
-        if self.search.ended is None:
-            return False
-        if self.folder is not None:
+        if not self.search.running and self.folder is not None:
             self.folder.write("spectra.json", self.search.spectra)
-        return True
+        return not self.search.running
 
     def _record(self, means: dict[str, Any]) -> None:
         """Record the epoch and write a checkpoint, unless the weights are broken."""
         try:
-            messages = self.subject.repair()
+            message = self.subject.repair()
         except TrainingError as error:
             raise self._diverged(f"epoch {self.epoch}", str(error)) from None
-        for message in messages:
+        if message:
             self.notify("message", message)
-        phase = "train" if self.search is None else "search" if self.search.ended is None else "finetune"
+        phase = "search" if self.search.running else "finetune" if self.config.search else "train"
         record = {
-            "epoch": self.epoch,
-            "phase": phase,
-            "seconds": round(self.seconds, 3),
-            "lr": self.rate,
-            **means,
-            "validation": self.measure(),
-            "prior_weight": 0.0 if self.subject.prior is None else self.subject.prior.current_weight,
-            "parameters": count_parameters(self.subject.template),
-            "ranks": {name: list(found) for name, found in ranks(self.subject.template).items()},
-            **self.subject.describe(),
-        }
+            "epoch": self.epoch, "phase": phase, "seconds": round(self.seconds, 3), "lr": self.rate,
+            **means, "validation": self.subject.measure(self.validation), **self.subject.describe(),
+        }  # fmt: skip
         self.history.append(record)
         if self.folder is not None:
             self.folder.write_history(self.history)
@@ -157,14 +146,9 @@ class Loop:
                 self.saved = self.epoch
         self.notify("epoch", record)
 
-    def measure(self) -> dict[str, float] | None:
-        """The metrics on the validation data."""
-        return None if self.validation is None else self.subject.measure(self.validation)
-
     def _diverged(self, where: str, what: str) -> TrainingError:
-        saved = "" if self.folder is None or self.saved is None else (
-            f" The checkpoint of epoch {self.saved} is in {self.folder.path}."
-        )  # fmt: skip
+        path = "" if self.folder is None else self.folder.path
+        saved = "" if self.saved is None else f" The checkpoint of epoch {self.saved} is in {path}."
         return TrainingError(
             f"Training diverged at {where}: {what}, at learning rate {self.rate:.3g}. The largest or broken weights "
             f"are those of {self.subject.largest()!r}.{saved} Try a smaller lr, clip_norm=1, or a longer warmup_epochs "
@@ -176,23 +160,23 @@ class Loop:
         return {
             "settings": self.settings,
             "subject": self.subject.state(),
-            "search": None if self.search is None else {name: getattr(self.search, name) for name in Search.KEPT},
+            "search": {name: getattr(self.search, name) for name in Search.KEPT},
             "random": random_state(self.data.device),
-            "generators": {name: found.get_state() for name, found in self.data.generators().items()},
-            **{name: getattr(self, name) for name in ("epoch", "seconds", "rate", "history")},
+            "generators": [generator.get_state() for generator in self.data.generators()],
+            **{name: getattr(self, name) for name in self.KEPT},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Return to the epoch of a checkpoint."""
-        for name in ("epoch", "seconds", "rate", "history"):
+        for name in self.KEPT:
             setattr(self, name, state[name])
-        for name, value in (state["search"] or {}).items():
+        for name, value in state["search"].items():
             setattr(self.search, name, value)
-        if self.search is not None and self.search.ended is not None:
+        if self.search.ended is not None:
             self.subject.end_search()
         self.subject.restore(state["subject"])
-        for name, generator in self.data.generators().items():
-            generator.set_state(state["generators"][name])
+        for generator, saved in zip(self.data.generators(), state["generators"], strict=True):
+            generator.set_state(saved)
         set_random_state(state["random"], self.data.device)
         self.saved = self.epoch
 
@@ -224,12 +208,10 @@ def _means(means: Tensor) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of torch, Python and, where it is loaded, NumPy, as plain values and tensors."""
-    numpy = None
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        numpy = (str(kind), keys.tolist(), *rest)
+    """The states of the generators of torch, Python and NumPy, as plain values and tensors."""
+    numpy: Any = np.random.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    numpy = (numpy[0], numpy[1].tolist(), *numpy[2:])
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, "cuda": cuda}
 
 
@@ -237,7 +219,6 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore a `random_state`; one of another kind of device is restored as far as it applies here."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if state["numpy"] is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)

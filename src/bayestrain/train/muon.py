@@ -1,12 +1,8 @@
-"""Muon: cores move along orthogonalised momentum, all other parameters as with AdamW.
+"""Muon (Jordan et al., 2024): cores move along orthogonalised momentum, all other parameters as with AdamW.
 
-The gradient of a core is often large along a few directions only. Muon (Jordan et al., 2024) reads the momentum as a
-matrix and takes the nearest matrix with orthonormal rows instead, so that all directions move equally. Of the ways to
-split the axes of a core in two, in order, it takes the one whose matrix is most nearly square. (`torch.optim.Muon`
-takes matrices only.)
+The gradient of a core is often large along a few directions only. The nearest matrix with orthonormal rows moves all
+directions equally, where a core is the most nearly square matrix that has its axes in order.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,57 +22,50 @@ EMPTY = 1e-7
 """Momentum of a smaller norm makes smaller steps: a core without gradients comes to rest."""
 
 SIZE = 0.2
-"""The root mean square of a step's entries, in learning rates: about that of Adam, so one rate suits both
-(Liu et al., 2025)."""
+"""Root mean square of a step's entries, in learning rates: about Adam's, so one rate suits both (Liu et al., 2025)."""
 
 
 def muon_groups(
     named: Iterable[tuple[str, Tensor]], model: nn.Module, *, decay_cores: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups for `Muon`: cores, and all others.
+    """Parameter groups for `Muon`: the cores of `model`, or of particles of it, and all other parameters.
 
-    Args:
-        named: names and parameters of `model`, or of the particles of a `Posterior` of such models.
-        model: says which of them are cores.
-        decay_cores: apply the optimiser's weight decay to cores, which have a prior already.
+    Cores have no weight decay unless `decay_cores`: they have a prior already.
     """
     cores = {id(core) for weight in factorized_weights(model).values() for core in weight.cores}
     axes = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False) if id(p) in cores}
-    groups: dict[tuple[bool, bool, bool], list[tuple[str, Tensor]]] = {}
+    groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         own = axes.get(name.removeprefix("model."), 0)  # a posterior's parameters have this prefix
-        groups.setdefault((own > 1, 0 < own < tensor.ndim, own > 0), []).append((name, tensor))
-    return [
-        {"params": members, "orthogonal": orthogonal, "stacked": stacked}
-        | ({"weight_decay": 0.0} if core and not decay_cores else {})
-        for (orthogonal, stacked, core), members in sorted(groups.items(), reverse=True)
-    ]
+        options: dict[str, Any] = {"orthogonal": own > 1, "stacked": 0 < own < tensor.ndim}
+        if own and not decay_cores:
+            options["weight_decay"] = 0.0
+        groups.setdefault(tuple(options.items()), []).append((name, tensor))
+    return [{"params": groups[options], **dict(options)} for options in sorted(groups, reverse=True)]
 
 
 class Muon(torch.optim.AdamW):
     """Muon for the cores of a model, AdamW for its other parameters.
 
     Args:
-        params: a model, or groups from `muon_groups`. Parameters of a group with ``orthogonal=True`` are cores; with
-            ``stacked=True`` their first axis counts particles.
+        params: a model, or groups from `muon_groups`: those with ``orthogonal=True`` hold cores, whose first axis
+            counts particles with ``stacked=True``.
         lr: learning rate, as for Adam.
         momentum: of the cores.
         options: of `torch.optim.AdamW`.
     """
 
     def __init__(
-        self, params: nn.Module | Iterable[dict[str, Any]], lr: float | Tensor = 3e-3, *, momentum: float = 0.95,
-        **options: Any,
-    ) -> None:  # fmt: skip
+        self, params: nn.Module | Iterable[Any], lr: float | Tensor = 3e-3, *, momentum: float = 0.95, **options: Any
+    ) -> None:
         if not 0 <= momentum < 1:
             raise ConfigError(f"momentum must be at least 0 and less than 1, got {momentum}.")
         if isinstance(params, nn.Module):
             params = muon_groups([(n, p) for n, p in params.named_parameters() if p.requires_grad], params)
-        groups = [dict(group) if isinstance(group, dict) else {} for group in params]
-        if not all("orthogonal" in group for group in groups):
+        groups = list(params)
+        if not all(isinstance(group, dict) and "orthogonal" in group for group in groups):
             raise ConfigError(
-                "Muon needs to know which parameters are cores. Pass the model, as in Muon(model), or "
-                "muon_groups(named, model)."
+                "Muon needs to know the cores. Pass the model, Muon(model), or muon_groups(named, model)."
             )
         super().__init__([{"momentum": momentum, **group} for group in groups], lr, **{"weight_decay": 0.0, **options})
         self._step_supports_amp_scaling = False  # a GradScaler has to unscale the gradients of cores, too
@@ -108,8 +97,7 @@ class Muon(torch.optim.AdamW):
         moves = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov
         if group["weight_decay"]:
             torch._foreach_mul_(cores, 1 - group["lr"] * group["weight_decay"])
-        unfolded = [_unfolded(move, group["stacked"]) for move in moves]
-        pairs = zip(cores, _orthogonal(unfolded), strict=True)
+        pairs = zip(cores, _orthogonal([_unfolded(move, group["stacked"]) for move in moves]), strict=True)
         torch._foreach_sub_(cores, [move.reshape(core.shape) * group["lr"] for core, move in pairs])
 
 
@@ -121,10 +109,7 @@ def _unfolded(core: Tensor, stacked: bool) -> Tensor:
 
 
 def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The nearest matrices with orthonormal rows (or columns, if those are shorter), roughly, times `SIZE`.
-
-    Those of similar shapes are padded and computed together.
-    """
+    """Roughly the nearest matrices with orthonormal rows or columns, times `SIZE`; similar shapes go together."""
     short = [m if m.shape[1] <= m.shape[2] else m.mT for m in matrices]
     packs: dict[Any, list[int]] = {}
     for i, m in enumerate(short):

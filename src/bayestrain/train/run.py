@@ -41,7 +41,7 @@ from bayestrain.train.environment import describe_environment, peak_memory_bytes
 from bayestrain.train.fit import fit
 from bayestrain.train.folder import RunFolder, read_json
 from bayestrain.train.search import check_target
-from bayestrain.train.subject import can_predict, predict
+from bayestrain.train.subject import predict
 
 HARDEST = 24
 """How many of the most uncertain test inputs a run keeps."""
@@ -269,7 +269,7 @@ def evaluate(
         "input_dtype": str(example.dtype).removeprefix("torch.") if known else None,
         **{key: None if (own := getattr(data, key)) is None else list(own) for key in DATA[4:]},
     }  # fmt: skip
-    if judged not in parts or not can_predict(likelihood):
+    if judged not in parts or not likelihood.predicts:
         return found
     seen = {name: predict(model, likelihood, parts[name]) for name in parts if name != "train"}
     fitted = None

@@ -1,7 +1,5 @@
 """The search for ranks: when they are cut, how far, and when the search is over."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -29,38 +27,39 @@ class Search:
 
     Attributes:
         ended: the epoch of the final cut.
-        spectra: what the bonds held just before the final cut.
+        spectra: what the bonds held just before it.
+        best: with a target accuracy, the state of the smallest network so far that reached it.
+        missed: cuts in a row that were skipped because the accuracy was too low.
     """
 
     KEPT = ("ended", "spectra", "start", "best", "missed")
 
     def __init__(self, subject: Network, config: FitConfig, notify: Callable[[str, Any], None]) -> None:
         self.subject, self.config, self.notify = subject, config, notify
-        self.target = target_size(config, subject.template)
+        self.target, self.start = target_size(config, subject.template), self.parameters
         self.rule = None if config.rule == "auto" else config.rule
-        self.start = self.parameters
         self.ended: int | None = None
         self.spectra: dict[str, Any] = {}
         self.best: dict[str, Any] | None = None
-        """With a target accuracy: the state of the smallest network so far that reached it."""
         self.missed = 0
-        """Cuts in a row that were skipped because the accuracy was too low."""
 
     @property
     def parameters(self) -> int:
-        """Of one network, now."""
         return count_parameters(self.subject.template)
 
-    def cut(self, epoch: int, metrics: Mapping[str, float] | None) -> None:
+    @property
+    def running(self) -> bool:
+        return self.config.search and self.ended is None
+
+    def cut(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Before an epoch: cut the ranks if it is time, and end the search when it is over."""
         config, target, size = self.config, self.target, self.parameters
         every, last, floor = config.compact_every, epoch == config.epochs, config.target_accuracy
-        if floor and (metrics is None or "accuracy" not in metrics):
+        if floor and "accuracy" not in metrics:
             raise ConfigError("fit.target_accuracy needs an accuracy among the metrics, as those of classification.")
-        if not last and not (every and epoch and epoch >= config.first_cut and not epoch % every):
+        if not last and not (every and epoch >= max(config.first_cut, 1) and not epoch % every):
             return
-        fewest = fewest_parameters(self.subject.template)
-        accurate = not floor or (metrics or {})["accuracy"] >= floor
+        fewest, accurate = fewest_parameters(self.subject.template), not floor or metrics["accuracy"] >= floor
         before = copy.deepcopy(self.subject.state()) if config.targets and accurate else None
         self.missed = 0 if accurate else self.missed + 1
         if floor and accurate:
@@ -69,61 +68,54 @@ class Search:
             self._end(epoch)
         elif accurate:
             report = self.subject.compact_(config.compact_tol, rule="contribution")
-            if target is not None and before is not None and self.parameters < target:
+            if before is not None and self.parameters < target:
                 self.subject.restore(before)  # empty ranks stay where the target has room for them
-                self._end(epoch)
-                return
+                return self._end(epoch)
             if config.targets:
-                goal = max(int(SHRINK * size), fewest)
-                goal = goal if target is None else wanted_parameters(config, epoch, self.start, target)
-                report = report.then(self.subject.compact_(rule=self.rule, parameters=goal))
+                goal = wanted_parameters(config, epoch, self.start, target) if target else int(SHRINK * size)
+                report = report.then(self.subject.compact_(rule=self.rule, parameters=max(goal, fewest)))
             self.notify("cut", report)
-            if target is not None and self.parameters <= target:
+            if self.parameters <= target:
                 self._end(epoch)
 
     def _end(self, epoch: int) -> None:
         """The final cut: the smallest ranks for the tolerance; with a target, those that lose least for it."""
-        config, target, messages, first = self.config, self.target, [], None
-        if config.target_accuracy:
-            floor = f"validation accuracy {100 * config.target_accuracy:.4g} %"
-            if self.best is None:
-                messages.append(f"no network had {floor}: only empty ranks were cut")
-            else:
-                self.subject.restore(self.best)
-                messages.append(f"the smallest network with {floor} has {self.parameters:,} parameters")
+        config, floor = self.config, f"validation accuracy {100 * self.config.target_accuracy:.4g} %"
+        if self.best is not None:
+            self.subject.restore(self.best)
+            self.notify("message", f"the smallest network with {floor} has {self.parameters:,} parameters")
+        elif config.target_accuracy:
+            self.notify("message", f"no network had {floor}: only empty ranks were cut")
         tol = EMPTY if config.targets else config.round_tol
-        if target is not None:
-            first = self.subject.compact_(rule=self.rule, parameters=target)
+        first = self.subject.compact_(rule=self.rule, parameters=self.target) if self.target else None
         report = self.subject.compact_(tol, rule=self.rule)
-        report = report if first is None else first.then(report)
+        report = first.then(report) if first else report
         kept = {row.name: {"bonds": plain(row.spectra), "kept": list(row.ranks)} for row in report.layers}
         self.spectra = {"tol": tol, "layers": {name: about for name, about in kept.items() if about["bonds"]}}
         self.subject.end_search()
         self.ended, self.best = epoch, None
-        if epoch < config.epochs:
-            left = config.epochs + config.finetune_epochs - epoch
-            messages.append(f"the search ended after {epoch} epochs; the other {left} are fine-tuning")
         self.notify("cut", report)
-        for text in (*messages, *report.notes):
-            self.notify("message", text)
+        if left := config.epochs - epoch:
+            left += config.finetune_epochs
+            self.notify("message", f"the search ended after {epoch} epochs; the other {left} are fine-tuning")
+        for note in report.notes:
+            self.notify("message", note)
 
 
 def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) -> int:
     """The parameters that a network on its way to `target` should have after `epoch` epochs.
 
-    From the `start` at the first cut they shrink by the same factor each epoch and reach the target when most of the
-    search is over.
+    From the first cut on they shrink by the same factor each epoch; they reach the target before the search ends.
     """
-    last = ARRIVED * config.epochs
-    done = min(max((epoch - config.first_cut) / max(last - config.first_cut, 1.0), 0.0), 1.0)
+    length = max(ARRIVED * config.epochs - config.first_cut, 1.0)
+    done = min(max((epoch - config.first_cut) / length, 0.0), 1.0)
     return target if done == 1 else math.floor(start * (target / start) ** done)
 
 
-def target_size(config: FitConfig, model: nn.Module) -> int | None:
-    """The number of parameters that the settings request, if they request a size."""
-    return (
-        int(dense_parameters(model) / config.target_ratio) if config.target_ratio else config.target_parameters or None
-    )
+def target_size(config: FitConfig, model: nn.Module) -> int:
+    """The number of parameters that the settings request; 0 if they request none."""
+    ratio = config.target_ratio
+    return max(int(dense_parameters(model) / ratio), 1) if ratio else config.target_parameters
 
 
 def fewest_parameters(model: nn.Module) -> int:
@@ -135,14 +127,14 @@ def fewest_parameters(model: nn.Module) -> int:
 
 def check_target(config: FitConfig, model: nn.Module) -> None:
     """Refuse a target size that the network has already, or that it cannot reach."""
-    if (target := target_size(config, model)) is None:
+    if not (target := target_size(config, model)):
         return
-    dense, size = dense_parameters(model), count_parameters(model)
     asked = f"fit.{config.targets[0]} {getattr(config, config.targets[0]):g}"
+    size, dense = count_parameters(model), dense_parameters(model)
     if size <= target:
         raise ConfigError(
-            f"{asked} is reached already: the network has {size:,} parameters to start with, {dense / size:.3g}x fewer "
-            "than dense. Ask for a smaller network, or start with a larger max_rank."
+            f"{asked} is reached already: the network starts with {size:,} parameters, {dense / size:.3g}x fewer than "
+            "dense. Ask for a smaller network, or start with a larger max_rank."
         )
     if target < (fewest := fewest_parameters(model)):
         raise ConfigError(f"{asked} is out of reach: with every rank at 1 there are {fewest:,} parameters.")
