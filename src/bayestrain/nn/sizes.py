@@ -8,8 +8,13 @@ from bayestrain.nn.factorized import FactorizedWeight
 
 def factorized_weights(model: nn.Module) -> dict[str, FactorizedWeight]:
     """Every factorised weight by the name of its layer, or its own; a weight used twice appears once."""
-    found = {f".{name}": module for name, module in model.named_modules() if isinstance(module, FactorizedWeight)}
-    return {name.removesuffix(".factorized").removeprefix("."): weight for name, weight in found.items()}
+    modules = model.named_modules()
+    return {layer_name(path): module for path, module in modules if isinstance(module, FactorizedWeight)}
+
+
+def layer_name(path: str) -> str:
+    """The name of the layer that holds the weight at this path; a bare weight is its own layer."""
+    return f".{path}".removesuffix(".factorized").removeprefix(".")
 
 
 def ranks(model: nn.Module) -> dict[str, tuple[int, ...]]:
