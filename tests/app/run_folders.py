@@ -14,7 +14,8 @@ EPOCHS, FINETUNE, MAX_RANK = 16, 4, 20
 
 CONFIG = """\
 [run]
-name = "{name}"
+name = {name}
+likelihood = "{task}"
 model = "nets:build"
 data = "nets:loaders"
 seed = {seed}
@@ -50,7 +51,7 @@ def write_run(
     posterior = kind.endswith("posterior")
     task = kind.partition("-")[0] if kind in ("other",) or kind.startswith("regression") else "classification"
     (folder / "config.toml").write_text(
-        CONFIG.format(name=name, seed=seed, weight=weight, epochs=EPOCHS, finetune=FINETUNE)
+        CONFIG.format(name=json.dumps(name), task=task, seed=seed, weight=weight, epochs=EPOCHS, finetune=FINETUNE)
     )
     dump(folder / "environment.json", {
         "bayestrain": "0.2.0", "python": "3.12.3", "torch": "2.13.0", "platform": "Linux", "cpu": "Xeon", "threads": 1,

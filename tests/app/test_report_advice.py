@@ -37,7 +37,7 @@ def test_a_good_run_needs_nothing(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
-    assert "after epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
+    assert "still at epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
 
 
 def test_ranks_at_their_maximum(tmp_path: Path) -> None:

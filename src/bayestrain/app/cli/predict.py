@@ -1,7 +1,5 @@
 """`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -49,9 +47,6 @@ def predict(
       bayestrain predict first new.csv --json
     """
     result = finished(folder).result
-    for path in inputs:
-        if not path.exists():
-            raise DataError(f"{path} does not exist. Name files to predict.")
     x, labels = read_inputs(inputs, result, invert)
     from bayestrain.train.run import load_run
 
@@ -70,7 +65,7 @@ def predict(
 
 def read_inputs(
     paths: Sequence[Path], result: Mapping[str, Any], invert: bool | None
-) -> tuple[Tensor, list[dict[str, str]]]:
+) -> tuple["Tensor", list[dict[str, str]]]:
     """All inputs as one batch, and for each its name and what was changed in a picture."""
     import torch
 
@@ -99,7 +94,7 @@ def read_inputs(
     return torch.cat(parts), labels
 
 
-def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
+def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     """The rows of a .csv (a header is skipped), .npy or .pt file, each an input of the given shape."""
     import numpy as np
     import torch
@@ -131,23 +126,23 @@ def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
 
 def answers(prediction: Any, classes: Sequence[str] | None) -> list[dict[str, Any]]:
     """What is predicted for each input, in numbers."""
-    low, high = (end.tolist() for end in prediction.interval(0.9))
-    parts = {name: getattr(prediction, name).tolist() for name in ("total", "aleatoric", "epistemic")}
-    rows = []
-    for i, mean in enumerate(prediction.mean.tolist()):
-        row = {name: values[i] for name, values in parts.items()}
-        if not hasattr(prediction, "reasons"):
-            row = {"prediction": mean, "low": low[i], "high": high[i], **row}
-            scalar = isinstance(mean, list) and len(mean) == 1
-            rows.append({key: value[0] for key, value in row.items()} if scalar else row)
-            continue
-        names = list(classes or map(str, range(len(mean))))
-        best, second = sorted(range(len(mean)), key=lambda k: -mean[k])[:2]
-        rows.append({
-            "class": names[best], "probability": mean[best], "low": low[i][best], "high": high[i][best],
-            "next": names[second], "next_probability": mean[second], **row, "reason": prediction.reasons()[i],
-            "probabilities": dict(zip(names, mean, strict=True)),
-        })  # fmt: skip
+    low, high = prediction.interval(0.9)
+    values = {"prediction": prediction.mean, "low": low, "high": high}
+    values |= {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
+    reasons = prediction.reasons() if hasattr(prediction, "reasons") else None
+    if reasons is None and prediction.mean.shape[1:] == (1,):
+        values = {name: value.squeeze(1) for name, value in values.items()}
+    columns = [value.tolist() for value in values.values()]
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
+    for row, reason in zip(rows, reasons or (), strict=False):
+        p = row.pop("prediction")
+        best, second = sorted(range(len(p)), key=lambda k: -p[k])[:2]
+        names = list(classes or map(str, range(len(p))))
+        row |= {
+            "class": names[best], "probability": p[best], "low": row["low"][best], "high": row["high"][best],
+            "next": names[second], "next_probability": p[second], "reason": reason,
+            "probabilities": dict(zip(names, p, strict=True)),
+        }  # fmt: skip
     return rows
 
 

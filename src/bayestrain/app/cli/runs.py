@@ -1,18 +1,13 @@
 """Commands on finished runs: `bayestrain inspect`, `evaluate` and `report`."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from bayestrain.app.cli.screen import finished, print_closing, print_json, resolve_device, write_page
+from bayestrain.app.cli.screen import existing, finished, print_closing, print_json, resolve_device
 from bayestrain.errors import ConfigError
-from bayestrain.tables import text_table, times
-
-if TYPE_CHECKING:
-    from bayestrain.app.report.read import Run
+from bayestrain.tables import text_table
 
 DEVICE = "auto, cpu, cuda, cuda:N or mps. Default: a GPU if there is one."
 Device = Annotated[str, typer.Option("--device", help=DEVICE, metavar="DEVICE", show_default=False)]
@@ -46,23 +41,10 @@ def inspect(
         x = torch.zeros(batch, *run.result["input_shape"], dtype=getattr(torch, run.result["input_dtype"]))
         print(summary(load_run(folder, device="cpu").template, x))
     else:
-        print(rank_table(run))
+        from bayestrain.app.report.facts import layer_table
 
-
-def rank_table(run: Run) -> str:
-    """A row for each factorised layer, and one for the whole network."""
-    particles = run.posterior.get("particles", 1)
-    each = f", in each of {particles} particles" if particles > 1 else ""
-    rows = [
-        [x.name, x.format, x.layout, times(x.shape), " ".join(map(str, x.ranks)), f"{x.sizes['dense']:,.0f}",
-         f"{x.sizes['now']:,.0f}", f"{x.ratio:.1f}x"] for x in run.layers if x.format
-    ]  # fmt: skip
-    if not rows:
-        return f"No layer is factorised: {run.parameters:,} parameters{each}."
-    dense = run.result["dense_parameters"]
-    rows.append(["whole network", "", "", "", "", f"{dense:,}", f"{run.parameters:,}", f"{run.ratio:.1f}x{each}"])
-    header = ["layer", "format", "layout", "shape", "ranks", "dense", "now", "smaller"]
-    return text_table(header, rows, left_columns=5)
+        table = layer_table(run)
+        print(text_table(table.header, table.rows, left_columns=6))
 
 
 def evaluate(folders: Runs, device: Device = "auto") -> None:
@@ -100,13 +82,12 @@ def report(
       bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
     """
     for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} does not exist. Name folders of runs.")
-    if len(folders) == 1:
-        if out is not None:
-            raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")
-        print(write_page(folders[0]))
-        return
-    from bayestrain.app.report import write_comparison
+        existing(folder)
+    from bayestrain.app.report import write_comparison, write_report
 
-    print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
+    if len(folders) > 1:
+        print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
+    elif out is None:
+        print(write_report(folders[0]))
+    else:
+        raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")

@@ -2,9 +2,9 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,19 @@ FAULTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError,
 class Layer:
     """One layer; `ranks` has one entry per bond, and none for a dense layer.
 
-    `sizes` are its numbers of parameters: "dense", "start" and "now", where known. `spectrum` has what each bond held
-    just before the final cut, largest first, and how many of these values it kept.
+    `dense` and `now` are its numbers of parameters, 0 where unknown. `spectrum` has what each bond held just before the
+    final cut, largest first, and how many of these values it kept.
     """
 
     name: str
-    ranks: Ranks = ()
-    start_ranks: Ranks = ()
-    format: str = ""
-    layout: str = ""
-    shape: Ranks = ()
-    sizes: dict[str, float] = field(default_factory=dict)
-    spectrum: tuple[tuple[Array, int], ...] = ()
-
-    @property
-    def ratio(self) -> float | None:
-        return self.sizes["dense"] / self.sizes["now"] if self.sizes.get("now") and "dense" in self.sizes else None
+    ranks: Ranks
+    start_ranks: Ranks
+    format: str
+    layout: str
+    shape: Ranks
+    dense: int
+    now: int
+    spectrum: tuple[tuple[Array, int], ...]
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ class Run:
     layers: list[Layer]
     predictions: Mapping[str, Array]
     config: Json
-    config_text: str
-    environment: Json
 
     def scores(self, name: str) -> dict[str, float]:
         """The "metrics", "calibrated" or "validation" scores; an unfinished run has those of its last epoch."""
@@ -68,23 +63,15 @@ class Run:
 
     @property
     def name(self) -> str:
-        own = self.result.get("name") or self.config.get("run", {}).get("name")
-        return str(own or self.folder.resolve().name)
+        return str(self.config.get("run", {}).get("name") or self.folder.resolve().name)
 
     @property
     def task(self) -> str:
-        known = self.scores("metrics") or self.scores("validation")
-        guess = "classification" if "accuracy" in known else "regression" if "rmse" in known else "other"
-        return str(self.result.get("task") or guess)
+        return str(self.result.get("task") or self.config.get("run", {}).get("likelihood", "other"))
 
     @property
     def parameters(self) -> int:
         return int((self.result or self.history[-1])["parameters"])
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times fewer parameters the network has than its dense counterpart."""
-        return self.result["dense_parameters"] / self.parameters if self.result else None
 
     @property
     def posterior(self) -> Json:
@@ -96,10 +83,11 @@ class Run:
         return [layer for layer in self.layers if layer.ranks]
 
     @property
-    def epochs(self) -> int | None:
-        """How many epochs the settings request."""
+    def progress(self) -> str:
+        """How far an unfinished run has come."""
         fit = self.config.get("fit", {})
-        return fit["epochs"] + fit.get("finetune_epochs", 0) * fit.get("search", True) if "epochs" in fit else None
+        epochs = fit.get("epochs", 0) + fit.get("search", True) * fit.get("finetune_epochs", 0)
+        return f"{self.history[-1]['epoch']}" + (f" of {epochs}" if epochs else "")
 
     def class_name(self, label: int) -> str:
         classes = self.result.get("classes") or ()
@@ -108,25 +96,18 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder; without ``result.json`` the run is unfinished and its history is enough for a page."""
-    result, environment, cut = (read_object(folder / f"{name}.json") for name in ("result", "environment", "spectra"))
-    history = _history(folder / "history.jsonl")
+    result, history = load(folder / "result.json"), _history(folder / "history.jsonl")
     if not result and not history:
         raise DataError(
             f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
             "Give a folder that `bayestrain train` or fit(folder=) has written."
         )
-    with reading(folder / "config.toml") as path:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        config = tomllib.loads(text)
-    with reading(folder / "spectra.json"):
-        spectra = {
-            name: tuple(zip((np.asarray(bond, float) for bond in about["bonds"]), _ranks(about["kept"]), strict=True))
-            for name, about in (cut.get("layers") or {}).items()
-        }
+    spectra = load(folder / "spectra.json", _spectra)
+    config = load(folder / "config.toml", tomllib.loads)
     with reading(folder / "predictions.safetensors") as path:
         predictions = _predictions(path)
     with reading(folder / "result.json"):
-        run = Run(folder, result, history, _layers(result, history, spectra), predictions, config, text, environment)
+        run = Run(folder, result, history, _layers(result, history, spectra), predictions, config)
         if run.parameters < 1 or not all(isinstance(v, float | int) for v in run.scores("metrics").values()):
             raise ValueError("parameters and metrics must be numbers")
         return run
@@ -145,10 +126,10 @@ def reading(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def read_object(path: Path) -> Json:
-    """The object in a JSON file; empty if there is no such file."""
+def load(path: Path, parse: Callable[[str], Any] = json.loads) -> Json:
+    """The object in a JSON or TOML file; empty if there is no such file."""
     with reading(path):
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found = parse(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if not isinstance(found, dict):
             raise TypeError(f"it holds a {type(found).__name__} instead of an object")
         return found
@@ -157,37 +138,36 @@ def read_object(path: Path) -> Json:
 def _history(path: Path) -> list[Json]:
     """A record for each epoch, in order; one written twice counts once, and a last line cut short is dropped."""
     with reading(path):
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if path.is_file() else []
     records: dict[int, Json] = {}
     for place, line in enumerate(lines, start=1):
         with reading(Path(f"{path}, line {place},")):
-            try:
-                content = json.loads(line)
-            except ValueError:
-                if place == len(lines):
-                    break
-                raise
-            usual = {"phase": "train", "ranks": {}, "validation": {}}
-            records[int(content["epoch"])] = {**usual, **{key: v for key, v in content.items() if v is not None}}
+            content = {key: value for key, value in json.loads(line).items() if value is not None}
+            records[int(content["epoch"])] = {"phase": "train", "ranks": {}, "validation": {}, **content}
     return [records[number] for number in sorted(records)]
 
 
-def _layers(result: Json, history: list[Json], spectra: Mapping[str, Any]) -> list[Layer]:
+def _spectra(text: str) -> Json:
+    """What every bond held before the final cut, and how many values it kept, by layer."""
+    return {
+        name: tuple(zip((np.asarray(bond, float) for bond in about["bonds"]), _ranks(about["kept"]), strict=True))
+        for name, about in json.loads(text)["layers"].items()
+    }
+
+
+def _layers(result: Json, history: list[Json], spectra: Json) -> list[Layer]:
     """All layers in the network's order; an unfinished run knows only the ranks in its history."""
-    begins = {name: ranks for record in reversed(history) for name, ranks in record["ranks"].items()}
-    ends = {name: ranks for record in history for name, ranks in record["ranks"].items()}
-    begins |= result.get("start_ranks") or {}
-    ends = result.get("ranks") or ends
+    begins = result.get("start_ranks") or (history[0]["ranks"] if history else {})
+    ends = result.get("ranks") or (history[-1]["ranks"] if history else {})
     described, layers = result.get("layers") or {}, []
     for name in dict.fromkeys([*described, *ends]):
         about, ranks = described.get(name) or {}, _ranks(ends.get(name, ()))
-        start = _ranks(begins.get(name, ranks))
+        start, shape = _ranks(begins.get(name, ranks)), _ranks(about.get("shape") or ())
         if len(start) != len(ranks):
             raise ValueError(f"layer {name!r} has {len(ranks)} ranks but {len(start)} start_ranks")
         form, layout = (str(about.get(key) or "") for key in ("format", "layout"))
-        sizes = {key: float(about[key]) for key in ("dense", "start", "now") if key in about}
-        shape = _ranks(about.get("shape") or ())
-        layers.append(Layer(name, ranks, start, form, layout, shape, sizes, spectra.get(name, ())))
+        dense, now = (int(about.get(key, 0)) for key in ("dense", "now"))
+        layers.append(Layer(name, ranks, start, form, layout, shape, dense, now, spectra.get(name, ())))
     return layers
 
 

@@ -1,12 +1,8 @@
 """A small regression to start from: `table.csv` has one row per example, inputs first and the target last.
 
-Replace the table with your own, or change `loaders` and `build` to any data and any network. Then type one of
-
-    bayestrain train --config run.toml --out first    # trains, and writes first/report.html
-    python task.py                                    # the same loop, called from Python
+Replace the table with your own, or change `loaders` and `build` to any data and any network. Then train it with
+`bayestrain train --config run.toml --out first`, or from Python with `python task.py`.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
