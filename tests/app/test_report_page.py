@@ -18,10 +18,9 @@ from run_folders import LAYERS, deep_layers, dump, edit, load, unfinished, write
 from safetensors.numpy import load_file, save_file
 
 from bayestrain.app.report import write_report
-from bayestrain.app.report.facts import covered, tiles
+from bayestrain.app.report.facts import count, covered, duration, number, percent, plural, ratio, tiles
 from bayestrain.app.report.figures import STYLE
 from bayestrain.app.report.read import read_run
-from bayestrain.app.report.words import count, duration, number, percent, plural, ratio
 from bayestrain.errors import DataError
 
 RANKS = {"Ranks over the epochs", "Spectra at the final cut"}
@@ -240,8 +239,8 @@ def test_a_missing_file_only_leaves_out_what_it_holds(run: Path, name: str) -> N
         ("result.json", "{", "Expecting"),
         ("result.json", "[1]", "it holds a list instead of an object"),
         ("result.json", '{"name": "x"}', "it has no 'parameters'"),
-        ("result.json", '{"parameters": 1, "dense_parameters": 2, "layers": {"a": 3}}', "no attribute"),
-        ("result.json", '{"parameters": 1, "dense_parameters": 2, "ranks": {"fc1": [2, 3]}}', "2 ranks but 1 start"),
+        ("result.json", '{"parameters": 1, "dense_parameters": 2, "layers": {"a": 3}}', "not subscriptable"),
+        ("result.json", '{"parameters": 1, "dense_parameters": 2, "ranks": {"fc1": [2, 3]}}', "do not fit each other"),
         ("result.json", '{"a": ' * 100_000, "recursion"),
         ("result.json", '{"parameters": ' + "9" * 5_000 + "}", "digits"),
         ("environment.json", "{", "Expecting"),

@@ -12,8 +12,7 @@ from bayestrain import __version__
 from bayestrain.app.cli.data import data_app
 from bayestrain.app.cli.init import init
 from bayestrain.app.cli.predict import predict
-from bayestrain.app.cli.runs import evaluate, inspect, report
-from bayestrain.app.cli.screen import HELP
+from bayestrain.app.cli.runs import HELP, evaluate, inspect, report
 from bayestrain.app.cli.train import train
 from bayestrain.errors import BayesTrainError, Interrupted
 

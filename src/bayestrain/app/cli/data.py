@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bayestrain.app.cli.screen import HELP
+from bayestrain.app.cli.runs import HELP
 from bayestrain.tables import text_table
 
 data_app = typer.Typer(no_args_is_help=True, help="List the data sets, or fetch one.", context_settings=HELP)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device
-from bayestrain.app.cli.screen import finished, print_json, resolve_device
+from bayestrain.app.cli.runs import Device, finished, print_json, resolve_device
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
@@ -74,11 +73,10 @@ def read_inputs(
             "this network takes more than one tensor. Predict in Python: train.run.load_run(RUN).predict(x)"
         )
     shape, parts, labels = tuple(result["input_shape"]), [], []
+    changes: list[str]
     for path in paths:
         if path.suffix.lower() in ARRAYS:
-            rows = read_array(path, shape).to(getattr(torch, result["input_dtype"]))
-            names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
-            labels += [{"input": name, "changed": ""} for name in names]
+            rows, changes = read_array(path, shape).to(getattr(torch, result["input_dtype"])), []
         elif len(shape) == 3 and shape[0] in (1, 3):
             from bayestrain.app.data.pictures import read_picture
 
@@ -87,10 +85,11 @@ def read_inputs(
             if result.get("mean"):
                 mean, std = (torch.tensor(result[key])[:, None, None] for key in ("mean", "std"))
                 rows = (rows - mean) / std
-            labels.append({"input": str(path), "changed": ", ".join(changes)})
         else:
             raise DataError(f"{path} must be a {', '.join(ARRAYS)} file: an input has the shape {times(shape)}.")
         parts.append(rows)
+        names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
+        labels += [{"input": name, "changed": ", ".join(changes)} for name in names]
     return torch.cat(parts), labels
 
 
@@ -99,17 +98,19 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     import numpy as np
     import torch
 
+    kind = path.suffix.lower()
     try:
-        if path.suffix.lower() == ".csv":
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-            header = bool(lines) and not lines[0].lstrip().startswith(tuple("+-.0123456789"))
-            if not "".join(lines[header:]).strip():
+        if kind == ".csv":
+            lines = path.read_text(encoding="utf-8-sig").strip().splitlines()
+            header = bool(lines) and not lines[0].startswith(tuple("+-.0123456789"))
+            if not lines[header:]:
                 raise ValueError("it has no row")
-            found = torch.from_numpy(np.loadtxt(lines[header:], delimiter=",", ndmin=2))
-        elif path.suffix.lower() == ".npy":
-            found = torch.from_numpy(np.load(path, allow_pickle=False))
+            content = np.loadtxt(lines[header:], delimiter=",", ndmin=2)
+        elif kind == ".npy":
+            content = np.load(path, allow_pickle=False)
         else:
-            found = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.as_tensor(content)
     except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"{path} cannot be read as rows of numbers: {str(error).partition('. ')[0]}.") from None
     if found.shape == shape:
@@ -155,11 +156,10 @@ def words(row: Mapping[str, Any], particles: int) -> dict[str, str]:
             cells["90% of networks"] = f"{row['low']:.2%} - {row['high']:.2%}"
         cells |= {"certainty": row["reason"], "next": f"{row['next']} {row['next_probability']:.2%}"}
     else:
-        each = {key: value if isinstance(value, list) else [value] for key, value in row.items()}
-        cells["prediction"] = "  ".join(f"{value:.5g}" for value in each["prediction"])
-        ends = zip(each["low"], each["high"], strict=True)
-        cells["90% interval"] = "  ".join(f"{low:.5g} .. {high:.5g}" for low, high in ends)
+        keys = ("prediction", "low", "high", "epistemic", "total")
+        outputs = list(zip(*(row[key] if isinstance(row[key], list) else [row[key]] for key in keys), strict=True))
+        cells["prediction"] = "  ".join(f"{value:.5g}" for value, *_ in outputs)
+        cells["90% interval"] = "  ".join(f"{low:.5g} .. {high:.5g}" for _, low, high, *_ in outputs)
         if particles > 1:
-            shares = zip(each["epistemic"], each["total"], strict=True)
-            cells["networks disagree"] = "  ".join(f"{part / total:.0%} of the variance" for part, total in shares)
+            cells["networks disagree"] = "  ".join(f"{part / all:.0%} of the variance" for *_, part, all in outputs)
     return cells | ({"changed": row["changed"]} if row["changed"] else {})

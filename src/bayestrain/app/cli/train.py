@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import DEVICE
-from bayestrain.app.cli.screen import print_closing, print_json, resolve_device
+from bayestrain.app.cli.runs import DEVICE, print_closing, print_json, resolve_device
 from bayestrain.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def train(
     if resume and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it: give one of them.")
     short = {"run.model": model, "run.data": data, "run.seed": seed, "posterior.particles": particles}
-    short["run.from_run"] = None if from_run is None else str(from_run)
+    short |= {"run.from_run": str(from_run)} if from_run else {}
     given = {key: value for key, value in short.items() if value not in (None, "")}
     chosen = choose_config(config, given, overrides or [], out if resume else None)
     if print_config:
@@ -115,12 +114,12 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
         file = resumed / "config.toml"
         if not file.is_file():
             raise ConfigError(f"there is nothing to resume in {resumed}. Leave --resume out.")
-    own = {"run.model", "run.data"} & short.keys()
-    if file is None and len(own) == 1:
+    model, data = (short.get(key) for key in ("run.model", "run.data"))
+    if file is None and bool(model) != bool(data):
         raise ConfigError("--model and --data go together. Give both, or a --config file that has the other.")
-    if file is None and own:
-        names = {key.removeprefix("run."): short.pop(key) for key in own}
-        start = config.RunConfig.from_dict({"run": {"name": names["model"].partition(":")[2] or "run", **names}})
+    if file is None and model:
+        name = model.partition(":")[2] or "run"
+        start = config.RunConfig.from_dict({"run": {"name": name, "model": model, "data": data}})
     else:
         start = config.load(file or EXAMPLE)
     return start.override([*(f"{key}={json.dumps(value)}" for key, value in short.items()), *overrides])

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from bayestrain.app.report.facts import confidence, covered, right
+from bayestrain.app.report.facts import confidence, covered, join, number, percent, plural, right
 from bayestrain.app.report.read import Run
-from bayestrain.app.report.words import join, number, percent, plural
 
 AT_MAXIMUM = 0.25
 """Part of the bonds that may keep their maximum rank before a larger one is worth a try."""
@@ -42,9 +41,9 @@ def _training(run: Run) -> Iterator[str]:
 
 
 def _ranks(run: Run) -> Iterator[str]:
-    layers, search = run.tensor_layers, [line for line in run.history if line["phase"] == "search"]
-    bonds = [bond for layer in layers for bond in zip(layer.ranks, layer.start_ranks, strict=True) if bond[1] > 1]
-    larger = [layer.name for layer in layers if layer.dense < layer.now]
+    search, starts = [line for line in run.history if line["phase"] == "search"], run.start_ranks
+    bonds = [bond for name, ranks in run.ranks.items() for bond in zip(ranks, starts[name], strict=True) if bond[1] > 1]
+    larger = [name for name, about in run.layers.items() if about["dense"] < about["now"]]
     if larger:
         yield f"Smaller as dense layers: {_few(larger)}. List them under keep_dense in [tensorize], or lower max_rank."
     if not bonds or not search or not run.result:
@@ -53,7 +52,7 @@ def _ranks(run: Run) -> Iterator[str]:
         weight = number(max(line.get("prior_weight", 0.0) for line in search))
         yield f"No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached {weight}."
         return
-    collapsed = [layer.name for layer in layers if max(layer.ranks) == 1 < max(layer.start_ranks)]
+    collapsed = [name for name, ranks in run.ranks.items() if max(ranks) == 1 < max(starts[name])]
     if collapsed:
         yield (
             f"{plural(len(collapsed), 'layer')} collapsed to rank 1 ({_few(collapsed)}), which may be a bottleneck: "

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from matplotlib.ticker import NullFormatter
 
-from bayestrain.app.report.facts import Table, tiles
+from bayestrain.app.report.facts import Table, count, join, number, percent, plural, tiles
 from bayestrain.app.report.figures import SERIES, Plot, drawn, short
 from bayestrain.app.report.page import Section, render
 from bayestrain.app.report.read import Run, read_run, reading
-from bayestrain.app.report.words import count, join, number, percent, plural
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
@@ -34,7 +33,7 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
         links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
                  for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
         scores = [{label: value for label, value, _ in tiles(run)} for run in runs.values()]
-        ranks = [{layer.name: join(layer.ranks) for layer in run.tensor_layers} for run in runs.values()]
+        ranks = [{name: join(each) for name, each in run.ranks.items()} for run in runs.values()]
         settings = [
             {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()}
             for run in runs.values()

@@ -1,16 +1,51 @@
-"""The figures to judge a run by: its scores, its layers, and how well its certainty holds."""
+"""The figures to judge a run by, as people read them: its scores, its layers, and how well its certainty holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import NormalDist
 
 import numpy as np
 
 from bayestrain.app.report.read import Array, Run
-from bayestrain.app.report.words import count, duration, join, number, percent, plural, ratio
 
 FEW_LAYERS = 6
 Arrays = Mapping[str, Array]
+
+
+def count(value: float) -> str:
+    """3625 -> "3,625"."""
+    return f"{value:,.0f}"
+
+
+def ratio(value: float) -> str:
+    """137.07 -> "137×"."""
+    return f"{value:,.0f}×" if value >= 99.5 else f"{value:.3g}×"
+
+
+def percent(value: float, digits: int = 2) -> str:
+    """0.9856 -> "98.56%"."""
+    return f"{100 * value:.{digits}f}%"
+
+
+def number(value: float) -> str:
+    """Any number in three digits or its whole part: -0.04583 -> "-0.0458"."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:#.3g}".removesuffix(".")
+
+
+def duration(seconds: float) -> str:
+    """112 -> "0:01:52"."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def plural(number: int, noun: str) -> str:
+    """2, "layer" -> "2 layers"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def join(values: Iterable[object], separator: str = ", ") -> str:
+    """(7, 5, 3) -> "7, 5, 3"."""
+    return separator.join(map(str, values))
 
 
 @dataclass(frozen=True)
@@ -44,15 +79,15 @@ def covered(found: Arrays, share: float) -> float:
 
 def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     """(label, value, notes). A value is this run's own, whatever its notes compare it with."""
-    result, posterior, layers = run.result, run.posterior, run.tensor_layers
+    result, posterior = run.result, run.posterior
     dense = result.get("dense_parameters", 0)
     fewer = f"{ratio(dense / run.parameters)} fewer than dense ({count(dense)})" if dense else ""
     each = f"in each of {plural(posterior['particles'], 'particle')}" if posterior else ""
     found = [("Parameters", count(run.parameters), [fewer, each])]
-    if layers:
-        start, now = (sum(sum(getattr(x, key)) for x in layers) for key in ("start_ranks", "ranks"))
-        notes = [f"{x.name}: {join(x.ranks)}" for x in layers] if len(layers) <= FEW_LAYERS else []
-        found.append(("Rank indices", count(now), [f"of {count(start)} at the start", *notes]))
+    if run.ranks:
+        now, start = (sum(map(sum, ranks.values())) for ranks in (run.ranks, run.start_ranks))
+        few = [f"{name}: {join(ranks)}" for name, ranks in run.ranks.items()] if len(run.ranks) <= FEW_LAYERS else []
+        found.append(("Rank indices", count(now), [f"of {count(start)} at the start", *few]))
     found += _scores(run)
     if not result:
         return [*found, ("Epochs so far", run.progress, [])]
@@ -91,8 +126,9 @@ def layer_table(run: Run) -> Table:
     """A row for each layer of a finished run, and one for the whole network."""
     whole, particles = run.result["dense_parameters"], run.posterior.get("particles", 1)
     rows = [
-        (x.name, x.format or "dense", x.layout, join(x.shape, "×"), join(x.start_ranks), join(x.ranks),
-         count(x.dense), count(x.now), ratio(x.dense / x.now)) for x in run.layers
+        (name, x["format"] or "dense", x["layout"] or "", join(x["shape"], "×"), join(run.start_ranks.get(name, ())),
+         join(run.ranks.get(name, ())), count(x["dense"]), count(x["now"]), ratio(x["dense"] / x["now"]))
+        for name, x in run.layers.items()
     ]  # fmt: skip
     name = "whole network" if particles == 1 else f"each of {particles} particles"
     rows.append((name, "", "", "", "", "", count(whole), count(run.parameters), ratio(whole / run.parameters)))

@@ -15,12 +15,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
-from PIL import Image
 
-from bayestrain.app.report.facts import FEW_LAYERS, Arrays, confidence, covered, errors, right
-from bayestrain.app.report.read import Array, Json, Layer, Run
-from bayestrain.app.report.words import percent
+from bayestrain.app.report.facts import FEW_LAYERS, Arrays, confidence, covered, errors, percent, right
+from bayestrain.app.report.read import Array, Json, Run
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
@@ -68,12 +67,9 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
 
 def picture(pixels: Array) -> str:
     """An image (channels, height, width) of any value range as a PNG in a data address."""
-    if pixels.dtype != np.uint8:
-        low, high = float(pixels.min()), float(pixels.max())
-        pixels = np.nan_to_num(255 * (pixels - low) / max(high - low, 1e-30)).astype(np.uint8)
-    image = Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
+    low, high = float(pixels.min()), float(pixels.max())
+    scaled, buffer = (pixels - low) / max(high - low, 1e-30), io.BytesIO()
+    imsave(buffer, scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0), cmap="gray", format="png")
     return _address("image/png", buffer)
 
 
@@ -88,44 +84,42 @@ def short(name: str) -> str:
 
 def rank_plots(run: Run) -> list[Plot]:
     """Ranks and size over the epochs, and what every bond held before the final cut."""
-    layers, lines, plots = run.tensor_layers, [line for line in run.history if line["ranks"]], list[Plot]()
-    if layers and len(lines) > 1:
-        share = [[sum(line["ranks"][x.name]) / sum(x.start_ranks) for line in lines] for x in layers]
-        height, step = 1.3 + min(0.22 * len(layers), 6.5), -(-len(layers) // 40)
+    names, lines, plots = list(run.ranks), [line for line in run.history if line["ranks"]], list[Plot]()
+    if names and len(lines) > 1:
+        share = [[sum(line["ranks"][name]) / sum(run.start_ranks[name]) for line in lines] for name in names]
+        height, step = 1.3 + min(0.22 * len(names), 6.5), -(-len(names) // 40)
         with drawn(plots, "Ranks over the epochs", "Dark is full rank; lighter is pruned.", height=height) as axes:
-            edges = (lines[0]["epoch"] - 0.5, lines[-1]["epoch"] + 0.5, len(layers) - 0.5, -0.5)
+            edges = (lines[0]["epoch"] - 0.5, lines[-1]["epoch"] + 0.5, len(names) - 0.5, -0.5)
             image = axes.imshow(share, "Blues", aspect="auto", vmin=0, vmax=1, interpolation="nearest", extent=edges)
-            axes.set_yticks(range(0, len(layers), step), [short(x.name) for x in layers[::step]], fontsize=8)
+            axes.set_yticks(range(0, len(names), step), [short(name) for name in names[::step]], fontsize=8)
             axes.grid(False)
             _epochs(axes, run)
-            bar = axes.figure.colorbar(image, ax=axes, location="top", fraction=0.04, aspect=40)
-            bar.ax.xaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-            bar.set_label("share of the starting rank (%)", fontsize=8.5)
+            percents, about = PercentFormatter(1), "share of the starting rank"
+            axes.figure.colorbar(image, location="top", fraction=0.04, aspect=40, format=percents, label=about)
     _curves(plots, run, "Size", "parameters", parameters=_points(run.history, "parameters"))
-    if any(layer.spectrum for layer in layers):
-        _spectra(plots, layers)
+    if run.spectra:
+        _spectra(plots, run)
     return plots
 
 
-def _spectra(plots: list[Plot], layers: list[Layer]) -> None:
-    largest = sorted((x for x in layers if x.spectrum), key=lambda x: -x.dense)[:FEW_LAYERS]
+def _spectra(plots: list[Plot], run: Run) -> None:
+    largest = sorted(run.spectra, key=lambda name: -run.layers[name]["dense"])[:FEW_LAYERS]
     caption = (
         "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: where "
     )
     caption += "there is a gap between them, the choice of the tolerance hardly matters."
-    if len(layers) > FEW_LAYERS:
+    if len(run.spectra) > FEW_LAYERS:
         caption += f" Only the {FEW_LAYERS} largest layers are shown."
     with drawn(plots, "Spectra at the final cut", caption, "rank index") as axes:
-        for colour, layer in zip(SERIES, largest, strict=False):
-            for bond, (values, kept) in enumerate(layer.spectrum):
+        for colour, name in zip(SERIES, largest, strict=False):
+            for bond, (values, kept) in enumerate(run.spectra[name]):
                 relative, index = np.maximum(values / max(values.max(), 1e-30), 1e-8), np.arange(1, len(values) + 1)
-                label = "" if bond else short(layer.name)
+                label = "" if bond else short(name)
                 axes.plot(index[:kept], relative[:kept], "o-", color=colour, markersize=4, linewidth=0.8, label=label)
                 axes.plot(index[kept:], relative[kept:], "x", color=colour, markersize=4)
         axes.set_yscale("log")
         axes.yaxis.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
         axes.set_ylim(min(axes.get_ylim()[0], 0.05), 2)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def training_plots(run: Run) -> list[Plot]:

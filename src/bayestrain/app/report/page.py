@@ -12,9 +12,8 @@ import numpy as np
 
 from bayestrain.app.report import figures
 from bayestrain.app.report.advice import advice
-from bayestrain.app.report.facts import Table, layer_table, tiles
+from bayestrain.app.report.facts import Table, join, layer_table, number, percent, plural, tiles
 from bayestrain.app.report.read import Run, load, read_run, reading
-from bayestrain.app.report.words import join, number, percent, plural
 from bayestrain.files import write_atomically
 
 FEW_ROWS, HARDEST = 14, 14
@@ -65,8 +64,8 @@ def render(template: str, **context: Any) -> str:
 
 
 def _lead(run: Run) -> str:
-    names = join(dict.fromkeys(layer.format for layer in run.tensor_layers if layer.format))
-    layers = f"{plural(len(run.tensor_layers), 'tensorised layer')}{f' ({names})' if names else ''}"
+    names = join(dict.fromkeys(about["format"] for about in run.layers.values() if about["format"]))
+    layers = f"{plural(len(run.ranks), 'tensorised layer')}{f' ({names})' if names else ''}"
     posterior, begun = run.posterior, run.result.get("from_run")
     who = f"posterior of {posterior['particles']} particles ({posterior['method']})" if posterior else "one network"
     task = "Own likelihood" if run.task == "other" else run.task.capitalize()

@@ -17,42 +17,24 @@ from bayestrain.errors import DataError
 
 Array = NDArray[Any]
 Json = dict[str, Any]
-Ranks = tuple[int, ...]
+Ranks = dict[str, list[int]]
 FAULTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
 """What damaged files raise: RecursionError comes from deep JSON, OverflowError from huge integers."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer; `ranks` has one entry per bond, and none for a dense layer.
-
-    `dense` and `now` are its numbers of parameters, 0 where unknown. `spectrum` has what each bond held just before the
-    final cut, largest first, and how many of these values it kept.
-    """
-
-    name: str
-    ranks: Ranks
-    start_ranks: Ranks
-    format: str
-    layout: str
-    shape: Ranks
-    dense: int
-    now: int
-    spectrum: tuple[tuple[Array, int], ...]
 
 
 @dataclass(frozen=True)
 class Run:
     """What the files of a run folder say; `result` is empty while the run is unfinished.
 
-    `predictions` are arrays over the test inputs: "probabilities" and "labels" of classes, or "mean", "std" and
-    "targets" of values, with "aleatoric" and "epistemic" uncertainty.
+    `spectra` has, for each layer, what each bond held just before the final cut, largest first, and how many of these
+    values it kept. `predictions` are arrays over the test inputs: "probabilities" and "labels" of classes, or "mean",
+    "std" and "targets" of values, with "aleatoric" and "epistemic" uncertainty.
     """
 
     folder: Path
     result: Json
     history: list[Json]
-    layers: list[Layer]
+    spectra: dict[str, list[tuple[Array, int]]]
     predictions: Mapping[str, Array]
     config: Json
 
@@ -79,8 +61,18 @@ class Run:
         return self.result.get("posterior") or {}
 
     @property
-    def tensor_layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if layer.ranks]
+    def layers(self) -> dict[str, Json]:
+        """Format, layout, shape and sizes of all layers; unknown while the run is unfinished."""
+        return self.result.get("layers") or {}
+
+    @property
+    def ranks(self) -> Ranks:
+        """Of each factorised layer, one per bond."""
+        return self.result.get("ranks") or (self.history[-1]["ranks"] if self.history else {})
+
+    @property
+    def start_ranks(self) -> Ranks:
+        return self.result.get("start_ranks") or (self.history[0]["ranks"] if self.history else {})
 
     @property
     def progress(self) -> str:
@@ -102,14 +94,16 @@ def read_run(folder: Path) -> Run:
             f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
             "Give a folder that `bayestrain train` or fit(folder=) has written."
         )
-    spectra = load(folder / "spectra.json", _spectra)
-    config = load(folder / "config.toml", tomllib.loads)
+    spectra, config = load(folder / "spectra.json", _spectra), load(folder / "config.toml", tomllib.loads)
     with reading(folder / "predictions.safetensors") as path:
         predictions = _predictions(path)
     with reading(folder / "result.json"):
-        run = Run(folder, result, history, _layers(result, history, spectra), predictions, config)
-        if run.parameters < 1 or not all(isinstance(v, float | int) for v in run.scores("metrics").values()):
+        run = Run(folder, result, history, spectra, predictions, config)
+        numbers = [*run.scores("metrics").values(), *(about["dense"] / about["now"] for about in run.layers.values())]
+        if run.parameters < 1 or not all(isinstance(number, float | int) for number in numbers):
             raise ValueError("parameters and metrics must be numbers")
+        if any(len(ranks) != len(run.start_ranks[name]) for name, ranks in run.ranks.items()):
+            raise ValueError("ranks and start_ranks do not fit each other")
         return run
 
 
@@ -148,27 +142,10 @@ def _history(path: Path) -> list[Json]:
 
 
 def _spectra(text: str) -> Json:
-    """What every bond held before the final cut, and how many values it kept, by layer."""
     return {
-        name: tuple(zip((np.asarray(bond, float) for bond in about["bonds"]), _ranks(about["kept"]), strict=True))
+        name: list(zip((np.asarray(bond, float) for bond in about["bonds"]), about["kept"], strict=True))
         for name, about in json.loads(text)["layers"].items()
     }
-
-
-def _layers(result: Json, history: list[Json], spectra: Json) -> list[Layer]:
-    """All layers in the network's order; an unfinished run knows only the ranks in its history."""
-    begins = result.get("start_ranks") or (history[0]["ranks"] if history else {})
-    ends = result.get("ranks") or (history[-1]["ranks"] if history else {})
-    described, layers = result.get("layers") or {}, []
-    for name in dict.fromkeys([*described, *ends]):
-        about, ranks = described.get(name) or {}, _ranks(ends.get(name, ()))
-        start, shape = _ranks(begins.get(name, ranks)), _ranks(about.get("shape") or ())
-        if len(start) != len(ranks):
-            raise ValueError(f"layer {name!r} has {len(ranks)} ranks but {len(start)} start_ranks")
-        form, layout = (str(about.get(key) or "") for key in ("format", "layout"))
-        dense, now = (int(about.get(key, 0)) for key in ("dense", "now"))
-        layers.append(Layer(name, ranks, start, form, layout, shape, dense, now, spectra.get(name, ())))
-    return layers
 
 
 def _predictions(path: Path) -> dict[str, Array]:
@@ -181,7 +158,3 @@ def _predictions(path: Path) -> dict[str, Array]:
     if found and (len(names) < 3 or len({found[name].shape for name in names}) > 1):
         raise ValueError("its tensors do not fit each other")
     return found
-
-
-def _ranks(values: Any) -> Ranks:
-    return tuple(int(value) for value in values)

@@ -39,10 +39,8 @@ class Scaled(nn.Module):
 def build() -> nn.Module:
     """The network as you would write it without BayesTrain, which factorises its linear and convolution layers."""
     x, y = loaders()[0]
-    network = nn.Sequential(
-        nn.Linear(x.shape[1], 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, y.shape[1])
-    )
-    return Scaled(network, x, y)
+    layers = [nn.Linear(x.shape[1], 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, y.shape[1])]
+    return Scaled(nn.Sequential(*layers), x, y)
 
 
 if __name__ == "__main__":
