@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from run_folders import write_run
 from typer.testing import CliRunner
 
 from bayestrain.app.cli.app import app, out_of_memory
+from bayestrain.app.cli.predict import read_inputs
+from bayestrain.errors import DataError
 
 NETS = """
 import torch
@@ -147,37 +151,32 @@ def test_data_sets_that_do_not_exist() -> None:
     assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
 
 
-def test_files_that_cannot_be_predicted() -> None:
-    from bayestrain.app.cli.predict import read_array, read_inputs
-    from bayestrain.errors import DataError
-
-    def message(name: str, shape: tuple[int, ...] = (2,)) -> str:
-        with pytest.raises(DataError) as caught:
-            read_array(Path(name), shape)
-        return str(caught.value)
-
-    Path("text.csv").write_text("a,b\n1,2\nx,3\n")
-    assert "text.csv cannot be read as rows of numbers" in message("text.csv")
-    Path("ragged.csv").write_text("1,2\n1,2,3\n")
-    assert "ragged.csv cannot be read as rows of numbers" in message("ragged.csv")
-    Path("wide.csv").write_text("1,2,3\n")
-    assert "wide.csv has the shape 1x3, but an input of this network has the shape 2" in message("wide.csv")
-    Path("empty.csv").write_text("a,b\n")
-    assert "empty.csv" in message("empty.csv")
-    Path("nan.csv").write_text("1,2\n3,nan\n")
-    assert "nan.csv has values that are not finite" in message("nan.csv")
-    np.save("object.npy", np.array([{}], dtype=object), allow_pickle=True)
-    assert "object.npy cannot be read" in message("object.npy")
-    Path("broken.npy").write_bytes(b"\x93NUMPY")
-    assert "broken.npy cannot be read" in message("broken.npy")
-    torch.save({"x": 1}, "dict.pt")
-    assert "dict.pt cannot be read" in message("dict.pt")
-    torch.save(refused, "code.pt")  # a function: loading it would import code
-    assert "code.pt cannot be read" in message("code.pt")
-    Path("broken.pt").write_text("no")
-    assert "broken.pt cannot be read" in message("broken.pt")
-    with pytest.raises(DataError, match=r"a\.png must be a \.csv, \.npy, \.pt file: an input has the shape 2"):
-        read_inputs([Path("a.png")], {"input_shape": [2], "input_dtype": "float32"}, None)
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("text.csv", "a,b\n1,2\nx,3\n", "cannot be read as rows of numbers"),
+        ("ragged.csv", "1,2\n1,2,3\n", "cannot be read as rows of numbers"),
+        ("wide.csv", "1,2,3\n", "has the shape 1x3, but an input of this network has the shape 2"),
+        ("empty.csv", "a,b\n", "it has no row"),
+        ("nan.csv", "1,2\n3,nan\n", "has values that are not finite"),
+        ("object.npy", np.array([{}], dtype=object), "cannot be read"),
+        ("broken.npy", "\x93NUMPY", "cannot be read"),
+        ("dict.pt", {"x": 1}, "cannot be read"),
+        ("code.pt", refused, "cannot be read"),  # a function: loading it would import code
+        ("broken.pt", "no", "cannot be read"),
+        ("a.png", "", "must be a .csv, .npy, .pt file: an input has the shape 2"),
+    ],
+    ids=str,
+)
+def test_files_that_cannot_be_predicted(name: str, content: Any, reason: str) -> None:
+    if isinstance(content, str):
+        Path(name).write_text(content)
+    elif name.endswith(".npy"):
+        np.save(name, content, allow_pickle=True)
+    else:
+        torch.save(content, name)
+    with pytest.raises(DataError, match=f"^{re.escape(name)} .*{re.escape(reason)}"):
+        read_inputs([Path(name)], {"input_shape": [2], "input_dtype": "float32"}, None)
 
 
 def test_init_never_overwrites() -> None:

@@ -72,7 +72,6 @@ def test_pixels_that_are_no_numbers_are_refused(level: float, tmp_path: Path) ->
 def test_a_scan_is_made_small_inverted_and_says_so(digit: Image.Image, tmp_path: Path) -> None:
     ImageOps.invert(digit).resize((280, 280), Image.Resampling.NEAREST).convert("RGB").save(tmp_path / "scan.png")
     pixels, changes = read_picture(tmp_path / "scan.png", GRAY)
-    assert "inverted" in changes
     assert changes == ["280x280 to 28x28", "RGB to L", "inverted"]
     assert np.abs(pixels[0] - np.asarray(digit).astype(int)).mean() < 5
     kept, unchanged = read_picture(tmp_path / "scan.png", GRAY, False)
@@ -91,25 +90,13 @@ def test_proportions_are_kept_and_the_rest_is_background(tmp_path: Path) -> None
     assert pixels.max() > 200
 
 
-def test_what_is_transparent_is_white_paper(tmp_path: Path) -> None:
-    ink = Image.new("RGBA", (100, 100), (0, 0, 0, 0))
-    ink.paste((0, 0, 0, 255), (40, 10, 60, 90))
-    ink.save(tmp_path / "ink.png")
-    pixels, changes = read_picture(tmp_path / "ink.png", GRAY)
-    assert "inverted" in changes
-    assert changes == ["100x100 to 28x28", "RGBA to L", "transparent to white", "inverted"]
-    assert pixels[0, 14, 14] > 245
-    assert pixels[0, 0, 0] == 0
-
-
 def test_black_ink_on_nothing_is_inverted_at_any_size(digit: Image.Image, tmp_path: Path) -> None:
     ink = Image.new("LA", digit.size, 0)
     ink.putalpha(digit)
-    for size in (digit.size, (100, 100)):
+    for size, resized in (((28, 28), []), ((100, 100), ["100x100 to 28x28"])):
         ink.resize(size).save(tmp_path / "a.png")
         pixels, changes = read_picture(tmp_path / "a.png", GRAY)
-        assert "inverted" in changes
-        assert "transparent to white" in changes
+        assert changes == [*resized, "LA to L", "transparent to white", "inverted"]
         assert np.abs(pixels[0].astype(int) - np.asarray(digit).astype(int)).mean() < 8
 
 

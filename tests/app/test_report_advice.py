@@ -40,34 +40,37 @@ def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
     assert "still at epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
 
 
-def test_ranks_at_their_maximum(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", layers=with_ends([6, 20, 3], [20], [4, 20, 8, 2]))
-    assert "3 of 8 bonds kept the maximum rank of 20" in said(folder)
-    assert "for example to 40" in said(folder)
+FULL = [starts for _, _, _, starts, _ in LAYERS.values()]
 
 
-def test_a_bond_that_its_modes_limit_asks_for_no_larger_rank(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", layers=with_ends([18, 7, 9], [7], [4, 8, 8, 2]))
-    assert "maximum rank" not in said(folder)
-
-
-def test_ranks_that_did_not_move(tmp_path: Path) -> None:
-    full = {name: (*about[:4], about[3]) for name, about in LAYERS.items()}
-    text = said(write_run(tmp_path / "run", layers=full, weight=0.2))
-    assert "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200" in text
-    assert "maximum rank" not in text
+@pytest.mark.parametrize(
+    ("ends", "wanted", "unwanted"),
+    [
+        ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20, so the data", "collapsed"),
+        ([[6, 20, 3], [20], [4, 20, 8, 2]], "for example to 40", "No rank was pruned"),
+        ([[18, 7, 9], [7], [4, 8, 8, 2]], "Nothing here", "maximum rank"),  # their modes limit these bonds
+        (
+            FULL,
+            "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
+            "max",
+        ),
+        (
+            [[6, 9, 3], [1], [1, 1, 1, 1]],
+            "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck",
+            "maximum",
+        ),
+    ],
+)
+def test_ranks(tmp_path: Path, ends: list[list[int]], wanted: str, unwanted: str) -> None:
+    text = said(write_run(tmp_path / "run", layers=with_ends(*ends), weight=0.2))
+    assert wanted in text
+    assert unwanted not in text
 
 
 def test_ranks_that_were_not_to_move(tmp_path: Path) -> None:
-    full = {name: (*about[:4], about[3]) for name, about in LAYERS.items()}
-    folder = write_run(tmp_path / "run", layers=full)
+    folder = write_run(tmp_path / "run", layers=with_ends(*FULL))
     rewrite(folder, lambda line: {**line, "phase": "train"})
     assert "pruned" not in said(folder)
-
-
-def test_collapsed_layers(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", layers=with_ends([6, 9, 3], [1], [1, 1, 1, 1]))
-    assert "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck: use keep_dense" in said(folder)
 
 
 def test_a_search_that_ended_too_early(tmp_path: Path) -> None:

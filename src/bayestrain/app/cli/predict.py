@@ -50,10 +50,10 @@ def predict(
     from bayestrain.train.run import load_run
 
     prediction: Any = load_run(folder, device=resolve_device(device)).predict(x)
-    particles = (result.get("posterior") or {}).get("particles") or 1
-    if particles == 1 and result.get("calibrated"):
+    particles = result["posterior"].get("particles", 1)
+    if particles == 1 and result["calibrated"]:
         prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
-    rows = [answer | label for answer, label in zip(answers(prediction, result.get("classes")), labels, strict=True)]
+    rows = [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
     if as_json:
         print_json(rows)
         return
@@ -125,7 +125,7 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     return found.reshape(-1, *shape)
 
 
-def answers(prediction: Any, classes: Sequence[str] | None) -> list[dict[str, Any]]:
+def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     """What is predicted for each input, in numbers."""
     low, high = prediction.interval(0.9)
     values = {"prediction": prediction.mean, "low": low, "high": high}

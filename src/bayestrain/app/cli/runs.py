@@ -48,7 +48,7 @@ def print_closing(folder: Path) -> None:
     run = finished(folder)
     with reading(folder):
         lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
-        lines += [("Warning", str(text)) for text in run.posterior.get("warnings", ())]
+        lines += [("Warning", str(text)) for text in run.result["posterior"].get("warnings", ())]
     for label, text in [*lines, ("Report", str(write_report(folder)))]:
         print(f"{label + ':':<24}{text}")
 
@@ -84,7 +84,7 @@ def inspect(
     """
     run = finished(folder)
     if as_json:
-        print_json(run.result)
+        print((folder / "result.json").read_text(encoding="utf-8"), end="")
     elif plan:
         import torch
 

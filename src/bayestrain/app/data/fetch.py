@@ -19,10 +19,7 @@ from pathlib import Path
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
-LARGEST = 64 * 2**20
-"""Bytes of a file inside an archive; the largest one of all data sets has 47 MB."""
 SILENCE_SECONDS = 15
-
 Source = Mapping[str, str]
 """``{"mirror": url}``, a folder with a .gz of every file, or ``{"archive": url, "sha256": ..}``, one tar file."""
 
@@ -31,11 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class File:
-    """A published file; `size` and `sha256` are those of the uncompressed content.
-
-    On disk the file is raw, under `name`, or compressed, under `name`.gz. Only the content is compared, so a
-    recompressed copy is as good as the published one.
-    """
+    """A published file, on disk raw as `name`, or as `name`.gz; `size` and `sha256` are those of the raw content."""
 
     name: str
     size: int
@@ -162,13 +155,13 @@ def _delivered(source: Source, files: Sequence[File]) -> dict[str, bytes]:
             return str(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=temporary, downloader=client))
 
         if "archive" in source:
-            wanted = {name for file in files for name in (file.name, f"{file.name}.gz")}
+            sizes = {name: file.size for file in files for name in (file.name, f"{file.name}.gz")}
             with tarfile.open(download(source["archive"], source["sha256"])) as tar:
                 for member in tar:
                     name = Path(member.name).name
-                    if name in wanted and member.isreg() and (stream := tar.extractfile(member)) is not None:
-                        if member.size > LARGEST:
-                            raise DataError(f"{name} is larger than the published file can be")
+                    if name in sizes and member.isreg() and (stream := tar.extractfile(member)) is not None:
+                        if member.size > sizes[name]:
+                            raise DataError(f"{name} is larger than the published file")
                         (Path(temporary) / name).write_bytes(stream.read())
         else:
             for file in files:

@@ -87,11 +87,10 @@ class Images(Dataset[tuple[Tensor, int]]):
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
-        home = self.labels.device
+        home, block = self.labels.device, batch_size
         target = home if device is None else torch.device(device)
-        block = batch_size
-        if target.type == "cuda" and len(self):
-            block *= max(1, BLOCK_BYTES // (4 * self.images[0].numel() * batch_size))
+        if target.type == "cuda":
+            block *= max(1, BLOCK_BYTES // (4 * self.images.shape[1:].numel() * batch_size))
 
         def one_pass() -> Iterator[tuple[Tensor, Tensor]]:
             order = None
@@ -105,7 +104,7 @@ class Images(Dataset[tuple[Tensor, int]]):
                 images = images if self.augment is None else self.augment(images)
                 yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
 
-        return one_pass()  # the check above runs when `batches` is called, not at the first batch
+        return one_pass()  # a generator function would refuse a wrong batch_size at its first batch only
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,7 @@ class Splits:
 
 
 def load(name: str) -> Splits:
-    """Load the data set `name`: "mnist-mini", "mnist", "fashion-mnist" or "cifar10".
-
-    "mnist-mini" ships with BayesTrain; the others are downloaded at their first use. Checksums are always compared.
+    """Load "mnist-mini", which ships with BayesTrain, or "mnist", "fashion-mnist" or "cifar10", fetched at first use.
 
     >>> digits = load("mnist-mini")
     >>> digits.train
@@ -153,10 +150,9 @@ def load(name: str) -> Splits:
 
 def idx(content: bytes) -> Tensor:
     """The uint8 tensor of an idx file: a big-endian header of type, number of dimensions and sizes, then the bytes."""
-    dimensions = content[3]
-    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
-    # A bytearray, because torch warns about tensors over read-only memory.
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    start = 4 + 4 * content[3]
+    shape = struct.unpack(f">{content[3]}I", content[4:start])
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)  # torch warns on bytes
 
 
 def cifar_batch(content: bytes) -> tuple[Tensor, Tensor]:

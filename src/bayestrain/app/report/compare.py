@@ -28,12 +28,12 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
     base, runs = Path(os.path.commonpath([place.parent for place in places])), Runs()
     for place in places:
         run = read_run(place)
-        runs[place.relative_to(base).as_posix() + ("" if run.result else " (unfinished)")] = run
+        runs[place.relative_to(base).as_posix() + ("" if run.finished else " (unfinished)")] = run
     with reading(base):
         links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
                  for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
         scores = [{label: value for label, value, _ in tiles(run)} for run in runs.values()]
-        ranks = [{name: join(each) for name, each in run.ranks.items()} for run in runs.values()]
+        ranks = [{name: join(each) for name, each in run.result["ranks"].items()} for run in runs.values()]
         settings = [
             {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()}
             for run in runs.values()
@@ -52,24 +52,24 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
 
 def verdict(runs: Runs) -> str:
     """Which run is best, if they can be compared at all."""
-    if len({run.task for run in runs.values()}) > 1:
+    if len({run.result["task"] for run in runs.values()}) > 1:
         return "The runs are of different tasks, so their scores cannot be compared."
     key, sign, show, scores = _decisive(runs)
     if len(scores) < 2:
         return "Fewer than two of the runs are finished, so there is nothing to compare yet."
     best = max(scores, key=lambda name: sign * scores[name])
     close = [name for name in scores if abs(scores[best] - scores[name]) <= CLOSE * abs(scores[best])]
-    small = min(close, key=lambda name: runs[name].parameters)
-    text = f"{best} has the best {key}, {show(scores[best])}, with {count(runs[best].parameters)} parameters."
-    if runs[small].parameters < runs[best].parameters:
-        text += f" {small} comes close with {show(scores[small])} and only {count(runs[small].parameters)}."
+    small = min(close, key=lambda name: runs[name].result["parameters"])
+    text = f"{best} has the best {key}, {show(scores[best])}, with {count(runs[best].result['parameters'])} parameters."
+    if runs[small].result["parameters"] < runs[best].result["parameters"]:
+        text += f" {small} comes close with {show(scores[small])} and only {count(runs[small].result['parameters'])}."
     return text
 
 
 def _decisive(runs: Runs) -> tuple[str, int, Callable[[float], str], dict[str, float]]:
     """The name of the deciding score, its sign, how it is shown, and the scores of finished runs."""
-    key, sign, show = DECISIVE.get(next(iter(runs.values())).task, ("log_likelihood", 1, number))
-    found = {name: m[key] for name, run in runs.items() if key in (m := run.scores("metrics"))}
+    key, sign, show = DECISIVE.get(next(iter(runs.values())).result["task"], ("log_likelihood", 1, number))
+    found = {name: m[key] for name, run in runs.items() if key in (m := run.result["metrics"])}
     return key.replace("_", " "), sign, show, found
 
 
@@ -85,7 +85,7 @@ def _trade(runs: Runs) -> list[Plot]:
     """Score against size."""
     key, _, show, scores = _decisive(runs)
     plots = list[Plot]()
-    if len(scores) < 2 or len({run.task for run in runs.values()}) > 1:
+    if len(scores) < 2 or len({run.result["task"] for run in runs.values()}) > 1:
         return plots
     title, y = f"Size and {key}", f"{key} (%)" if show is percent else key
     with drawn(plots, title, "Further left is smaller.", "parameters (log scale)", y) as axes:
@@ -94,5 +94,5 @@ def _trade(runs: Runs) -> list[Plot]:
         for place, (name, score) in enumerate(scores.items()):
             label = short(name) if len(scores) <= 8 else ""
             marker, colour = "osD^vP"[place % 6], SERIES[place % 6]
-            axes.plot(runs[name].parameters, score, marker, color=colour, markersize=7, label=label)
+            axes.plot(runs[name].result["parameters"], score, marker, color=colour, markersize=7, label=label)
     return plots

@@ -79,27 +79,18 @@ def covered(found: Arrays, share: float) -> float:
 
 def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     """(label, value, notes). A value is this run's own, whatever its notes compare it with."""
-    result, posterior = run.result, run.posterior
-    dense = result.get("dense_parameters", 0)
-    fewer = f"{ratio(dense / run.parameters)} fewer than dense ({count(dense)})" if dense else ""
+    result, metrics, held, values = run.result, run.result["metrics"], run.result["validation"], run.predictions
+    posterior, calibrated, dense, ranks = (result[k] for k in ("posterior", "calibrated", "dense_parameters", "ranks"))
+    fewer = f"{ratio(dense / result['parameters'])} fewer than dense ({count(dense)})" if dense else ""
     each = f"in each of {plural(posterior['particles'], 'particle')}" if posterior else ""
-    found = [("Parameters", count(run.parameters), [fewer, each])]
-    if run.ranks:
-        now, start = (sum(map(sum, ranks.values())) for ranks in (run.ranks, run.start_ranks))
-        few = [f"{name}: {join(ranks)}" for name, ranks in run.ranks.items()] if len(run.ranks) <= FEW_LAYERS else []
+    found = [("Parameters", count(result["parameters"]), [fewer, each])]
+    if ranks:
+        now, start = (sum(map(sum, each.values())) for each in (ranks, result["start_ranks"]))
+        few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= FEW_LAYERS else []
         found.append(("Rank indices", count(now), [f"of {count(start)} at the start", *few]))
-    found += _scores(run)
-    if not result:
-        return [*found, ("Epochs so far", run.progress, [])]
-    peak, device = result.get("peak_memory_bytes"), result.get("device")
-    notes = [f"on {device}" if device else "", f"{peak / 2**20:,.0f} MiB of memory" if peak else ""]
-    return [*found, ("Training time", duration(result.get("seconds", 0)), notes)]
 
-
-def _scores(run: Run) -> list[tuple[str, str, list[str]]]:
-    metrics, held, calibrated = (run.scores(name) for name in ("metrics", "validation", "calibrated"))
-    which = run.result.get("evaluated_on") or "test" if metrics else "validation"
-    scores, posterior, values, found = metrics or held, run.posterior, run.predictions, []
+    which = result.get("evaluated_on", "test") if metrics else "validation"
+    scores = metrics or held
     for key, label, show in (("accuracy", "Accuracy", percent), ("rmse", "RMSE", number)):
         if key in scores:
             notes = [f"validation {show(held[key])}"] if which == "test" and key in held else []
@@ -111,26 +102,31 @@ def _scores(run: Run) -> list[tuple[str, str, list[str]]]:
         note = "per example" if alone is None else f"a particle alone has {number(alone)} on average"
         found.append((f"Log likelihood ({which})", number(scores["log_likelihood"]), [note]))
     if "ece" in scores:
-        note = "0 is perfect"
-        if calibrated:
-            at, other = f"at temperature {calibrated['temperature']:.2f}", posterior.get("uncalibrated")
-            # The predictions of a calibrated posterior have the temperature already.
+        note, other = "0 is perfect", posterior.get("uncalibrated")
+        if calibrated:  # the predictions of a posterior have the temperature already
+            at = f"at temperature {calibrated['temperature']:.2f}"
             note = f"{at}; {percent(other['ece'])} without" if other else f"{percent(calibrated['ece'])} {at}"
         found.append(("Calibration error", percent(scores["ece"]), [note]))
     if "targets" in values:
         found.append(("In the 90% interval", percent(covered(values, 0.9), 1), ["of the true values"]))
-    return found
+
+    if not run.finished:
+        return [*found, ("Epochs so far", run.progress, [])]
+    peak, device = result.get("peak_memory_bytes"), result.get("device")
+    notes = [f"on {device}" if device else "", f"{peak / 2**20:,.0f} MiB of memory" if peak else ""]
+    return [*found, ("Training time", duration(result.get("seconds", 0)), notes)]
 
 
 def layer_table(run: Run) -> Table:
     """A row for each layer of a finished run, and one for the whole network."""
-    whole, particles = run.result["dense_parameters"], run.posterior.get("particles", 1)
+    result, particles = run.result, run.result["posterior"].get("particles", 1)
+    starts, ranks, dense, now = (result[k] for k in ("start_ranks", "ranks", "dense_parameters", "parameters"))
     rows = [
-        (name, x["format"] or "dense", x["layout"] or "", join(x["shape"], "×"), join(run.start_ranks.get(name, ())),
-         join(run.ranks.get(name, ())), count(x["dense"]), count(x["now"]), ratio(x["dense"] / x["now"]))
-        for name, x in run.layers.items()
+        (name, x["format"] or "dense", x["layout"] or "", join(x["shape"], "×"), join(starts.get(name, ())),
+         join(ranks.get(name, ())), count(x["dense"]), count(x["now"]), ratio(x["dense"] / x["now"]))
+        for name, x in result["layers"].items()
     ]  # fmt: skip
     name = "whole network" if particles == 1 else f"each of {particles} particles"
-    rows.append((name, "", "", "", "", "", count(whole), count(run.parameters), ratio(whole / run.parameters)))
+    rows.append((name, "", "", "", "", "", count(dense), count(now), ratio(dense / now)))
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
-    return Table(f"Layers ({len(run.layers)})", header, rows)
+    return Table(f"Layers ({len(rows) - 1})", header, rows)

@@ -19,7 +19,7 @@ from matplotlib.image import imsave
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from bayestrain.app.report.facts import FEW_LAYERS, Arrays, confidence, covered, errors, percent, right
-from bayestrain.app.report.read import Array, Json, Run
+from bayestrain.app.report.read import Array, Run
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
@@ -27,6 +27,14 @@ SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
 WIDTH = 4.0
 """Inches: narrow enough that a phone shows the text at nearly its natural size."""
 BINS = 15
+CURVES = {
+    "Size": ("parameters", "parameters", 1, ""),
+    "Log likelihood": ("log likelihood per example", "train_loss", -1, "log_likelihood"),
+    "Prior": ("the prior’s term of the loss", "prior_loss", 1, ""),
+    "Accuracy": ("accuracy (%)", "train_accuracy", 1, "accuracy"),
+    "RMSE": ("RMSE", "", 1, "rmse"),
+}
+"""Of every figure over the epochs: its label, the key and sign of what it shows of training, and a validation score."""
 
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "bayestrain", "text.parse_math": False, "font.size": 9.5,
@@ -58,7 +66,7 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
             if label.endswith("(%)"):
                 axis.set_major_formatter(PercentFormatter(1, symbol=""))
         yield axes
-        if axes.get_legend_handles_labels()[0]:
+        if len(axes.get_legend_handles_labels()[0]) > 1:
             figure.legend(loc="outside upper left", ncols=2, columnspacing=1.0, handlelength=1.6)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -84,9 +92,9 @@ def short(name: str) -> str:
 
 def rank_plots(run: Run) -> list[Plot]:
     """Ranks and size over the epochs, and what every bond held before the final cut."""
-    names, lines, plots = list(run.ranks), [line for line in run.history if line["ranks"]], list[Plot]()
+    names, lines, plots = list(run.result["ranks"]), [line for line in run.history if line["ranks"]], list[Plot]()
     if names and len(lines) > 1:
-        share = [[sum(line["ranks"][name]) / sum(run.start_ranks[name]) for line in lines] for name in names]
+        share = [[sum(line["ranks"][name]) / sum(run.result["start_ranks"][name]) for line in lines] for name in names]
         height, step = 1.3 + min(0.22 * len(names), 6.5), -(-len(names) // 40)
         with drawn(plots, "Ranks over the epochs", "Dark is full rank; lighter is pruned.", height=height) as axes:
             edges = (lines[0]["epoch"] - 0.5, lines[-1]["epoch"] + 0.5, len(names) - 0.5, -0.5)
@@ -96,14 +104,14 @@ def rank_plots(run: Run) -> list[Plot]:
             _epochs(axes, run)
             percents, about = PercentFormatter(1), "share of the starting rank"
             axes.figure.colorbar(image, location="top", fraction=0.04, aspect=40, format=percents, label=about)
-    _curves(plots, run, "Size", "parameters", parameters=_points(run.history, "parameters"))
+    plots += curves(run, "Size")
     if run.spectra:
         _spectra(plots, run)
     return plots
 
 
 def _spectra(plots: list[Plot], run: Run) -> None:
-    largest = sorted(run.spectra, key=lambda name: -run.layers[name]["dense"])[:FEW_LAYERS]
+    largest = sorted(run.spectra, key=lambda name: -run.result["layers"][name]["dense"])[:FEW_LAYERS]
     caption = (
         "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: where "
     )
@@ -122,42 +130,21 @@ def _spectra(plots: list[Plot], run: Run) -> None:
         axes.set_ylim(min(axes.get_ylim()[0], 0.05), 2)
 
 
-def training_plots(run: Run) -> list[Plot]:
-    """The terms of the loss and the headline score over the epochs."""
-    plots, held = list[Plot](), [{"epoch": line["epoch"], **line["validation"]} for line in run.history]
-    _curves(
-        plots,
-        run,
-        "Log likelihood",
-        "log likelihood per example",
-        training=_points(run.history, "train_loss", -1),
-        validation=_points(held, "log_likelihood"),
-    )
-    _curves(plots, run, "Prior", "the prior’s term of the loss", prior=_points(run.history, "prior_loss"))
-    _curves(
-        plots,
-        run,
-        "Accuracy",
-        "accuracy (%)",
-        training=_points(run.history, "train_accuracy"),
-        validation=_points(held, "accuracy"),
-    )
-    _curves(plots, run, "RMSE", "RMSE", validation=_points(held, "rmse"))
-    return plots
-
-
-def _points(lines: list[Json], key: str, sign: int = 1) -> list[tuple[int, float]]:
-    return [(line["epoch"], sign * line[key]) for line in lines if line.get(key) is not None]
-
-
-def _curves(plots: list[Plot], run: Run, title: str, label: str, **lines: list[tuple[int, float]]) -> None:
+def curves(run: Run, *titles: str) -> list[Plot]:
     """Values over the epochs: the lines that have at least two points."""
-    long = {name: points for name, points in lines.items() if len(points) > 1}
-    if long:
-        with drawn(plots, title, "", y=label) as axes:
-            for look, colour, (name, points) in zip(("-", "--"), SERIES, long.items(), strict=False):
-                axes.plot(*zip(*points, strict=True), look, color=colour, label=name)
-            _epochs(axes, run)
+    plots = list[Plot]()
+    for title in titles:
+        label, key, sign, held = CURVES[title]
+        training = [(line["epoch"], sign * line[key]) for line in run.history if key in line]
+        validation = [(line["epoch"], line["validation"][held]) for line in run.history if held in line["validation"]]
+        lines = {"training": training, "validation": validation}
+        if max(len(training), len(validation)) > 1:
+            with drawn(plots, title, "", y=label) as axes:
+                for look, (name, points) in zip(("-", "--"), lines.items(), strict=True):
+                    if len(points) > 1:
+                        axes.plot(*zip(*points, strict=True), look, color=BLUE if look == "-" else ORANGE, label=name)
+                _epochs(axes, run)
+    return plots
 
 
 def _epochs(axes: Axes, run: Run) -> None:

@@ -38,11 +38,11 @@ def write_report(folder: Path | str) -> Path:
     """
     folder = Path(folder)
     run, environment, settings = read_run(folder), load(folder / "environment.json"), folder / "config.toml"
-    notices = [] if run.result else ["This run is unfinished: the page shows what it has written so far."]
+    notices = [] if run.finished else ["This run is unfinished: the page shows what it has written so far."]
     with reading(folder):
         sections = [
-            Section("Ranks and size", (), figures.rank_plots(run), [layer_table(run)] if run.result else []),
-            Section("Training", (), figures.training_plots(run)),
+            Section("Ranks and size", (), figures.rank_plots(run), [layer_table(run)] if run.finished else []),
+            Section("Training", (), figures.curves(run, "Log likelihood", "Prior", "Accuracy", "RMSE")),
             _certainty(run),
         ]
         page = render(
@@ -64,16 +64,16 @@ def render(template: str, **context: Any) -> str:
 
 
 def _lead(run: Run) -> str:
-    names = join(dict.fromkeys(about["format"] for about in run.layers.values() if about["format"]))
-    layers = f"{plural(len(run.ranks), 'tensorised layer')}{f' ({names})' if names else ''}"
-    posterior, begun = run.posterior, run.result.get("from_run")
+    posterior, begun, task = run.result["posterior"], run.result.get("from_run"), run.result["task"]
+    names = join(dict.fromkeys(about["format"] for about in run.result["layers"].values() if about["format"]))
+    layers = plural(len(run.result["ranks"]), "tensorised layer") + (f" ({names})" if names else "")
     who = f"posterior of {posterior['particles']} particles ({posterior['method']})" if posterior else "one network"
-    task = "Own likelihood" if run.task == "other" else run.task.capitalize()
-    return f"{task}; {who}; {layers}." + (f" Started from {begun['run']}." if begun else "")
+    lead = f"{'Own likelihood' if task == 'other' else task.capitalize()}; {who}; {layers}."
+    return lead + (f" Started from {begun['run']}." if begun else "")
 
 
 def _certainty(run: Run) -> Section:
-    found, ood, diagnostics = run.predictions, run.posterior.get("ood"), run.posterior.get("diagnostics") or {}
+    found, (ood, diagnostics) = run.predictions, (run.result["posterior"].get(key) for key in ("ood", "diagnostics"))
     texts, tables, pictures = [], [], []
     if ood:
         texts.append(f"Uncertainty separates out-of-distribution data ({ood['name']}) from test data with an AUROC of "
@@ -91,8 +91,9 @@ def _picture(run: Run, place: int) -> dict[str, Any]:
     found = run.predictions
     index = int(found["hardest"][place])
     p, truth = found["probabilities"][index], int(found["labels"][index])
+    names = run.result["classes"] or range(len(p))
     order = np.argsort(-p, kind="stable").tolist()
     top = order[:3] if truth in order[:3] else [*order[:2], truth]
-    guesses = [(run.class_name(label), percent(p[label], 0), label == truth) for label in top]
-    source, name = figures.picture(found["hardest_inputs"][place]), run.class_name(truth)
-    return {"index": index, "truth": name, "right": order[0] == truth, "guesses": guesses, "source": source}
+    guesses = [(names[label], percent(p[label], 0), label == truth) for label in top]
+    source = figures.picture(found["hardest_inputs"][place])
+    return {"index": index, "truth": names[truth], "right": order[0] == truth, "guesses": guesses, "source": source}

@@ -17,14 +17,20 @@ from bayestrain.errors import DataError
 
 Array = NDArray[Any]
 Json = dict[str, Any]
-Ranks = dict[str, list[int]]
 FAULTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
 """What damaged files raise: RecursionError comes from deep JSON, OverflowError from huge integers."""
 
 
+USUAL: Json = {
+    "task": "other", "dense_parameters": 0, "ranks": {}, "start_ranks": {}, "layers": {},
+    "metrics": {}, "calibrated": {}, "validation": {}, "posterior": {}, "classes": (),
+}  # fmt: skip
+"""The entries of a result that may be missing or null."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run folder say; `result` is empty while the run is unfinished.
+    """What the files of a run folder say; the `result` of an unfinished run is that of its last epoch.
 
     `spectra` has, for each layer, what each bond held just before the final cut, largest first, and how many of these
     values it kept. `predictions` are arrays over the test inputs: "probabilities" and "labels" of classes, or "mean",
@@ -32,47 +38,16 @@ class Run:
     """
 
     folder: Path
+    finished: bool
     result: Json
     history: list[Json]
     spectra: dict[str, list[tuple[Array, int]]]
     predictions: Mapping[str, Array]
     config: Json
 
-    def scores(self, name: str) -> dict[str, float]:
-        """The "metrics", "calibrated" or "validation" scores; an unfinished run has those of its last epoch."""
-        last: Json = next((line for line in reversed(self.history) if line.get(name)), {})
-        return {**(self.result.get(name) or last.get(name) or {})}
-
     @property
     def name(self) -> str:
         return str(self.config.get("run", {}).get("name") or self.folder.resolve().name)
-
-    @property
-    def task(self) -> str:
-        return str(self.result.get("task") or self.config.get("run", {}).get("likelihood", "other"))
-
-    @property
-    def parameters(self) -> int:
-        return int((self.result or self.history[-1])["parameters"])
-
-    @property
-    def posterior(self) -> Json:
-        """What is known of the particles; empty for one network."""
-        return self.result.get("posterior") or {}
-
-    @property
-    def layers(self) -> dict[str, Json]:
-        """Format, layout, shape and sizes of all layers; unknown while the run is unfinished."""
-        return self.result.get("layers") or {}
-
-    @property
-    def ranks(self) -> Ranks:
-        """Of each factorised layer, one per bond."""
-        return self.result.get("ranks") or (self.history[-1]["ranks"] if self.history else {})
-
-    @property
-    def start_ranks(self) -> Ranks:
-        return self.result.get("start_ranks") or (self.history[0]["ranks"] if self.history else {})
 
     @property
     def progress(self) -> str:
@@ -81,30 +56,35 @@ class Run:
         epochs = fit.get("epochs", 0) + fit.get("search", True) * fit.get("finetune_epochs", 0)
         return f"{self.history[-1]['epoch']}" + (f" of {epochs}" if epochs else "")
 
-    def class_name(self, label: int) -> str:
-        classes = self.result.get("classes") or ()
-        return str(classes[label]) if label < len(classes) else str(label)
-
 
 def read_run(folder: Path) -> Run:
     """Read a run folder; without ``result.json`` the run is unfinished and its history is enough for a page."""
     result, history = load(folder / "result.json"), _history(folder / "history.jsonl")
+    spectra, config = load(folder / "spectra.json", _spectra), load(folder / "config.toml", tomllib.loads)
     if not result and not history:
         raise DataError(
             f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
             "Give a folder that `bayestrain train` or fit(folder=) has written."
         )
-    spectra, config = load(folder / "spectra.json", _spectra), load(folder / "config.toml", tomllib.loads)
     with reading(folder / "predictions.safetensors") as path:
         predictions = _predictions(path)
     with reading(folder / "result.json"):
-        run = Run(folder, result, history, spectra, predictions, config)
-        numbers = [*run.scores("metrics").values(), *(about["dense"] / about["now"] for about in run.layers.values())]
-        if run.parameters < 1 or not all(isinstance(number, float | int) for number in numbers):
+        known = USUAL | {key: value for key, value in (result or _so_far(history, config)).items() if value is not None}
+        numbers = [*known["metrics"].values(), *(about["dense"] / about["now"] for about in known["layers"].values())]
+        if known["parameters"] < 1 or not all(isinstance(number, float | int) for number in numbers):
             raise ValueError("parameters and metrics must be numbers")
-        if any(len(ranks) != len(run.start_ranks[name]) for name, ranks in run.ranks.items()):
+        if any(len(ranks) != len(known["start_ranks"].get(name, ())) for name, ranks in known["ranks"].items()):
             raise ValueError("ranks and start_ranks do not fit each other")
-        return run
+    return Run(folder, bool(result), known, history, spectra, predictions, config)
+
+
+def _so_far(history: list[Json], config: Json) -> Json:
+    """What the history tells of the result of an unfinished run."""
+    first, last = history[0], history[-1]
+    task = config.get("run", {}).get("likelihood")
+    validation: Json = next((line["validation"] for line in reversed(history) if line["validation"]), {})
+    ranks = {"start_ranks": first["ranks"], "ranks": last["ranks"]}
+    return {"task": task, "parameters": last["parameters"], "validation": validation, **ranks}
 
 
 @contextmanager
