@@ -61,32 +61,35 @@ def test_a_run_that_does_not_exist_is_reported_at_once_without_torch() -> None:
     assert time.monotonic() - began < 10  # 0.2 s on an idle machine
 
 
-def test_names_that_lead_nowhere() -> None:
-    for name in ("nope:build", "nets:nope", "nets"):
-        assert name.split(":")[0] in refused("train", "--model", name, "--data", "nets:loaders", "--out", "run")
-    assert "--model and --data go together" in refused("train", "--model", "nets:build")
-    assert not Path("runs").exists()
-    assert not (Path("run") / "result.json").exists()
-
-
-def test_bad_config_files() -> None:
-    assert "no.toml cannot be read: No such file" in refused("train", "--config", "no.toml")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nope:build", "--data", "nets:loaders", "--out", "run"], "nope"),
+        (["--model", "nets:nope", "--data", "nets:loaders", "--out", "run"], "nets"),
+        (["--model", "nets", "--data", "nets:loaders", "--out", "run"], "nets"),
+        (["--model", "nets:build"], "--model and --data go together"),
+        (["--config", "no.toml"], "no.toml cannot be read: No such file"),
+        (["--config", "bad.toml"], "bad.toml is not valid TOML"),
+        (["--config", "wrong.toml"], 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?'),
+        ([*OWN[1:], "--set", "fit.epochs=many"], "fit.epochs must be an integer"),
+        ([*OWN[1:], "--set", "fit"], "fit.epochs=3"),
+        ([*OWN[1:], "--seed", "-1"], "run.seed must be an integer"),
+        ([*OWN[1:], "--seed", "x"], "'--seed'"),
+        ([*OWN[1:], "--particles", "0"], "posterior.particles must be an integer at least 1, got 0"),
+        ([*OWN[1:], "--device", "cuda:99"], "Choose auto, cpu, cuda, cuda:N or mps."),
+        ([*OWN[1:], "--device", "mps"], "--device mps: "),
+        ([*OWN[1:], "--device", "gpu"], "--device gpu: "),
+        (["--resume", "--out", "nowhere"], "nothing to resume in nowhere"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_meant(arguments: list[str], message: str) -> None:
     Path("bad.toml").write_text("[fit\n")
-    assert "bad.toml is not valid TOML" in refused("train", "--config", "bad.toml")
     Path("wrong.toml").write_text("[fit]\nepocs = 1\n")
-    assert 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?' in refused(
-        "train", "--config", "wrong.toml"
-    )
+    assert message in refused("train", *arguments)
     assert not Path("runs").exists()
-
-
-def test_bad_settings() -> None:
-    assert "fit.epochs must be an integer" in refused(*OWN, "--set", "fit.epochs=many")
-    assert "run.seed must be an integer" in refused(*OWN, "--seed", "-1")
-    assert "posterior.particles must be an integer at least 1, got 0" in refused(*OWN, "--particles", "0")
-    assert "'--seed'" in refused(*OWN, "--seed", "x")
-    assert "fit.epochs=3" in refused(*OWN, "--set", "fit")
-    assert not Path("runs").exists()
+    assert not Path("nowhere").exists()
+    assert not Path("run/result.json").exists()
 
 
 def test_a_run_is_not_overwritten_unless_told() -> None:
@@ -112,17 +115,6 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     assert Path("file").read_text() == "precious"
 
 
-def test_nothing_to_resume() -> None:
-    assert "nothing to resume in nowhere" in refused("train", "--resume", "--out", "nowhere")
-    assert not Path("nowhere").exists()
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "mps", "gpu"])
-def test_devices_that_are_not_there(device: str) -> None:
-    assert f"--device {device}: " in (said := refused(*OWN, "--device", device))
-    assert said.endswith("Choose auto, cpu, cuda, cuda:N or mps.")
-
-
 def test_running_out_of_memory_is_a_message() -> None:
     assert "out of memory. Try fewer --particles" in refused(
         "train", "--model", "nets:broken", "--data", "nets:loaders"
@@ -143,12 +135,9 @@ def test_finished_runs_are_wanted() -> None:
         assert "empty holds no finished run" in refused(*command, "empty", *rest)
     assert "nowhere does not exist" in refused("report", "nowhere")
     assert "empty" in refused("report", "empty")
+    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
     Path("empty/result.json").write_text("{")
     assert "result.json is damaged" in refused("inspect", "empty")
-
-
-def test_data_sets_that_do_not_exist() -> None:
-    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
 
 
 @pytest.mark.parametrize(
