@@ -69,9 +69,7 @@ def read_inputs(
     import torch
 
     if not result.get("input_shape"):
-        raise DataError(
-            "this network takes more than one tensor. Predict in Python: train.run.load_run(RUN).predict(x)"
-        )
+        raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
     shape, parts, labels = tuple(result["input_shape"]), [], []
     changes: list[str]
     for path in paths:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.ticker import NullFormatter
 
-from bayestrain.app.report.facts import Table, count, join, number, percent, plural, tiles
+from bayestrain.app.report.facts import Table, join, number, percent, plural, tiles
 from bayestrain.app.report.figures import SERIES, Plot, drawn, short
 from bayestrain.app.report.page import Section, render
 from bayestrain.app.report.read import Run, read_run, reading
@@ -44,7 +44,7 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
             Section("Ranks", ("In the order of each layer’s bonds.",), (), _side_by_side("layer", runs, ranks)),
         ]
         title = f"{plural(len(runs), 'run')} compared"
-        page = render("base.html.j2", title=title, lead=verdict(runs), notices=[], links=links, sections=sections)
+        page = render("base.html.j2", title=title, lead=verdict(runs), links=links, sections=sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)
     return path
@@ -60,9 +60,9 @@ def verdict(runs: Runs) -> str:
     best = max(scores, key=lambda name: sign * scores[name])
     close = [name for name in scores if abs(scores[best] - scores[name]) <= CLOSE * abs(scores[best])]
     small = min(close, key=lambda name: runs[name].result["parameters"])
-    text = f"{best} has the best {key}, {show(scores[best])}, with {count(runs[best].result['parameters'])} parameters."
+    text = f"{best} has the best {key}, {show(scores[best])}, with {runs[best].result['parameters']:,} parameters."
     if runs[small].result["parameters"] < runs[best].result["parameters"]:
-        text += f" {small} comes close with {show(scores[small])} and only {count(runs[small].result['parameters'])}."
+        text += f" {small} comes close with {show(scores[small])} and only {runs[small].result['parameters']:,}."
     return text
 
 

@@ -13,16 +13,6 @@ FEW_LAYERS = 6
 Arrays = Mapping[str, Array]
 
 
-def count(value: float) -> str:
-    """3625 -> "3,625"."""
-    return f"{value:,.0f}"
-
-
-def ratio(value: float) -> str:
-    """137.07 -> "137×"."""
-    return f"{value:,.0f}×" if value >= 99.5 else f"{value:.3g}×"
-
-
 def percent(value: float, digits: int = 2) -> str:
     """0.9856 -> "98.56%"."""
     return f"{100 * value:.{digits}f}%"
@@ -31,11 +21,6 @@ def percent(value: float, digits: int = 2) -> str:
 def number(value: float) -> str:
     """Any number in three digits or its whole part: -0.04583 -> "-0.0458"."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:#.3g}".removesuffix(".")
-
-
-def duration(seconds: float) -> str:
-    """112 -> "0:01:52"."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def plural(number: int, noun: str) -> str:
@@ -81,13 +66,13 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     """(label, value, notes). A value is this run's own, whatever its notes compare it with."""
     result, metrics, held, values = run.result, run.result["metrics"], run.result["validation"], run.predictions
     posterior, calibrated, dense, ranks = (result[k] for k in ("posterior", "calibrated", "dense_parameters", "ranks"))
-    fewer = f"{ratio(dense / result['parameters'])} fewer than dense ({count(dense)})" if dense else ""
+    fewer = f"{dense / result['parameters']:,.1f}× fewer than dense ({dense:,})" if dense else ""
     each = f"in each of {plural(posterior['particles'], 'particle')}" if posterior else ""
-    found = [("Parameters", count(result["parameters"]), [fewer, each])]
+    found = [("Parameters", f"{result['parameters']:,}", [fewer, each])]
     if ranks:
         now, start = (sum(map(sum, each.values())) for each in (ranks, result["start_ranks"]))
         few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= FEW_LAYERS else []
-        found.append(("Rank indices", count(now), [f"of {count(start)} at the start", *few]))
+        found.append(("Rank indices", f"{now:,}", [f"of {start:,} at the start", *few]))
 
     which = result.get("evaluated_on", "test") if metrics else "validation"
     scores = metrics or held
@@ -114,7 +99,7 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
         return [*found, ("Epochs so far", run.progress, [])]
     peak, device = result.get("peak_memory_bytes"), result.get("device")
     notes = [f"on {device}" if device else "", f"{peak / 2**20:,.0f} MiB of memory" if peak else ""]
-    return [*found, ("Training time", duration(result.get("seconds", 0)), notes)]
+    return [*found, ("Training time", str(timedelta(seconds=round(result.get("seconds", 0)))), notes)]
 
 
 def layer_table(run: Run) -> Table:
@@ -123,10 +108,14 @@ def layer_table(run: Run) -> Table:
     starts, ranks, dense, now = (result[k] for k in ("start_ranks", "ranks", "dense_parameters", "parameters"))
     rows = [
         (name, x["format"] or "dense", x["layout"] or "", join(x["shape"], "×"), join(starts.get(name, ())),
-         join(ranks.get(name, ())), count(x["dense"]), count(x["now"]), ratio(x["dense"] / x["now"]))
+         join(ranks.get(name, ())), *_sizes(x["dense"], x["now"]))
         for name, x in result["layers"].items()
     ]  # fmt: skip
     name = "whole network" if particles == 1 else f"each of {particles} particles"
-    rows.append((name, "", "", "", "", "", count(dense), count(now), ratio(dense / now)))
+    rows.append((name, "", "", "", "", "", *_sizes(dense, now)))
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
     return Table(f"Layers ({len(rows) - 1})", header, rows)
+
+
+def _sizes(dense: int, now: int) -> tuple[str, str, str]:
+    return f"{dense:,}", f"{now:,}", f"{dense / now:,.1f}×"

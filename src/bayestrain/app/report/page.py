@@ -38,7 +38,6 @@ def write_report(folder: Path | str) -> Path:
     """
     folder = Path(folder)
     run, environment, settings = read_run(folder), load(folder / "environment.json"), folder / "config.toml"
-    notices = [] if run.finished else ["This run is unfinished: the page shows what it has written so far."]
     with reading(folder):
         sections = [
             Section("Ranks and size", (), figures.rank_plots(run), [layer_table(run)] if run.finished else []),
@@ -46,7 +45,7 @@ def write_report(folder: Path | str) -> Path:
             _certainty(run),
         ]
         page = render(
-            "run.html.j2", title=run.name, lead=_lead(run), notices=notices, tiles=tiles(run), advice=advice(run),
+            "run.html.j2", title=run.name, lead=_lead(run), tiles=tiles(run), advice=advice(run),
             sections=sections, command=environment.get("command"), environment=environment,
             config=settings.read_text(encoding="utf-8") if run.config else "",
         )  # fmt: skip
@@ -69,7 +68,8 @@ def _lead(run: Run) -> str:
     layers = plural(len(run.result["ranks"]), "tensorised layer") + (f" ({names})" if names else "")
     who = f"posterior of {posterior['particles']} particles ({posterior['method']})" if posterior else "one network"
     lead = f"{'Own likelihood' if task == 'other' else task.capitalize()}; {who}; {layers}."
-    return lead + (f" Started from {begun['run']}." if begun else "")
+    lead += f" Started from {begun['run']}." if begun else ""
+    return lead + ("" if run.finished else " This run is unfinished: the page shows what it has written so far.")
 
 
 def _certainty(run: Run) -> Section:
