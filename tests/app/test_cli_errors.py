@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from run_folders import write_run
 from typer.testing import CliRunner
 
 from bayestrain.app.cli.app import app, out_of_memory
+from bayestrain.app.cli.predict import read_inputs
+from bayestrain.errors import DataError
 
 NETS = """
 import torch
@@ -57,32 +61,35 @@ def test_a_run_that_does_not_exist_is_reported_at_once_without_torch() -> None:
     assert time.monotonic() - began < 10  # 0.2 s on an idle machine
 
 
-def test_names_that_lead_nowhere() -> None:
-    for name in ("nope:build", "nets:nope", "nets"):
-        assert name.split(":")[0] in refused("train", "--model", name, "--data", "nets:loaders", "--out", "run")
-    assert "--model and --data go together" in refused("train", "--model", "nets:build")
-    assert not Path("runs").exists()
-    assert not (Path("run") / "result.json").exists()
-
-
-def test_bad_config_files() -> None:
-    assert "no.toml cannot be read: No such file" in refused("train", "--config", "no.toml")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nope:build", "--data", "nets:loaders", "--out", "run"], "nope"),
+        (["--model", "nets:nope", "--data", "nets:loaders", "--out", "run"], "nets"),
+        (["--model", "nets", "--data", "nets:loaders", "--out", "run"], "nets"),
+        (["--model", "nets:build"], "--model and --data go together"),
+        (["--config", "no.toml"], "no.toml cannot be read: No such file"),
+        (["--config", "bad.toml"], "bad.toml is not valid TOML"),
+        (["--config", "wrong.toml"], 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?'),
+        ([*OWN[1:], "--set", "fit.epochs=many"], "fit.epochs must be an integer"),
+        ([*OWN[1:], "--set", "fit"], "fit.epochs=3"),
+        ([*OWN[1:], "--seed", "-1"], "run.seed must be an integer"),
+        ([*OWN[1:], "--seed", "x"], "'--seed'"),
+        ([*OWN[1:], "--particles", "0"], "posterior.particles must be an integer at least 1, got 0"),
+        ([*OWN[1:], "--device", "cuda:99"], "Choose auto, cpu, cuda, cuda:N or mps."),
+        ([*OWN[1:], "--device", "mps"], "--device mps: "),
+        ([*OWN[1:], "--device", "gpu"], "--device gpu: "),
+        (["--resume", "--out", "nowhere"], "nothing to resume in nowhere"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_meant(arguments: list[str], message: str) -> None:
     Path("bad.toml").write_text("[fit\n")
-    assert "bad.toml is not valid TOML" in refused("train", "--config", "bad.toml")
     Path("wrong.toml").write_text("[fit]\nepocs = 1\n")
-    assert 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?' in refused(
-        "train", "--config", "wrong.toml"
-    )
+    assert message in refused("train", *arguments)
     assert not Path("runs").exists()
-
-
-def test_bad_settings() -> None:
-    assert "fit.epochs must be an integer" in refused(*OWN, "--set", "fit.epochs=many")
-    assert "run.seed must be an integer" in refused(*OWN, "--seed", "-1")
-    assert "posterior.particles must be an integer at least 1, got 0" in refused(*OWN, "--particles", "0")
-    assert "'--seed'" in refused(*OWN, "--seed", "x")
-    assert "fit.epochs=3" in refused(*OWN, "--set", "fit")
-    assert not Path("runs").exists()
+    assert not Path("nowhere").exists()
+    assert not Path("run/result.json").exists()
 
 
 def test_a_run_is_not_overwritten_unless_told() -> None:
@@ -108,21 +115,6 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     assert Path("file").read_text() == "precious"
 
 
-def test_nothing_to_resume() -> None:
-    assert "nothing to resume in nowhere" in refused("train", "--resume", "--out", "nowhere")
-    assert not Path("nowhere").exists()
-
-
-def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    for device in ("cuda", "cuda:1", "mps"):
-        assert f"--device {device}: " in refused(*OWN, "--device", device)
-    assert "got gpu" in refused(*OWN, "--device", "gpu")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert "--device cuda:2: PyTorch finds 2 such devices" in refused(*OWN, "--device", "cuda:2")
-
-
 def test_running_out_of_memory_is_a_message() -> None:
     assert "out of memory. Try fewer --particles" in refused(
         "train", "--model", "nets:broken", "--data", "nets:loaders"
@@ -143,45 +135,37 @@ def test_finished_runs_are_wanted() -> None:
         assert "empty holds no finished run" in refused(*command, "empty", *rest)
     assert "nowhere does not exist" in refused("report", "nowhere")
     assert "empty" in refused("report", "empty")
+    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
     Path("empty/result.json").write_text("{")
     assert "result.json is damaged" in refused("inspect", "empty")
 
 
-def test_data_sets_that_do_not_exist() -> None:
-    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
-
-
-def test_files_that_cannot_be_predicted() -> None:
-    from bayestrain.app.cli.predict import read_array, read_inputs
-    from bayestrain.errors import DataError
-
-    def message(name: str, shape: tuple[int, ...] = (2,)) -> str:
-        with pytest.raises(DataError) as caught:
-            read_array(Path(name), shape)
-        return str(caught.value)
-
-    Path("text.csv").write_text("a,b\n1,2\nx,3\n")
-    assert "text.csv cannot be read as rows of numbers" in message("text.csv")
-    Path("ragged.csv").write_text("1,2\n1,2,3\n")
-    assert "ragged.csv cannot be read as rows of numbers" in message("ragged.csv")
-    Path("wide.csv").write_text("1,2,3\n")
-    assert "wide.csv has the shape 1x3, but an input of this network has the shape 2" in message("wide.csv")
-    Path("empty.csv").write_text("a,b\n")
-    assert "empty.csv" in message("empty.csv")
-    Path("nan.csv").write_text("1,2\n3,nan\n")
-    assert "nan.csv has values that are not finite" in message("nan.csv")
-    np.save("object.npy", np.array([{}], dtype=object), allow_pickle=True)
-    assert "object.npy cannot be read" in message("object.npy")
-    Path("broken.npy").write_bytes(b"\x93NUMPY")
-    assert "broken.npy cannot be read" in message("broken.npy")
-    torch.save({"x": 1}, "dict.pt")
-    assert "dict.pt cannot be read" in message("dict.pt")
-    torch.save(refused, "code.pt")  # a function: loading it would import code
-    assert "code.pt cannot be read" in message("code.pt")
-    Path("broken.pt").write_text("no")
-    assert "broken.pt cannot be read" in message("broken.pt")
-    with pytest.raises(DataError, match=r"a\.png must be a \.csv, \.npy, \.pt file: an input has the shape 2"):
-        read_inputs([Path("a.png")], {"input_shape": [2], "input_dtype": "float32"}, None)
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("text.csv", "a,b\n1,2\nx,3\n", "cannot be read as rows of numbers"),
+        ("ragged.csv", "1,2\n1,2,3\n", "cannot be read as rows of numbers"),
+        ("wide.csv", "1,2,3\n", "has the shape 1x3, but an input of this network has the shape 2"),
+        ("empty.csv", "a,b\n", "it has no row"),
+        ("nan.csv", "1,2\n3,nan\n", "has values that are not finite"),
+        ("object.npy", np.array([{}], dtype=object), "cannot be read"),
+        ("broken.npy", "\x93NUMPY", "cannot be read"),
+        ("dict.pt", {"x": 1}, "cannot be read"),
+        ("code.pt", refused, "cannot be read"),  # a function: loading it would import code
+        ("broken.pt", "no", "cannot be read"),
+        ("a.png", "", "must be a .csv, .npy, .pt file: an input has the shape 2"),
+    ],
+    ids=str,
+)
+def test_files_that_cannot_be_predicted(name: str, content: Any, reason: str) -> None:
+    if isinstance(content, str):
+        Path(name).write_text(content)
+    elif name.endswith(".npy"):
+        np.save(name, content, allow_pickle=True)
+    else:
+        torch.save(content, name)
+    with pytest.raises(DataError, match=f"^{re.escape(name)} .*{re.escape(reason)}"):
+        read_inputs([Path(name)], {"input_shape": [2], "input_dtype": "float32"}, None)
 
 
 def test_init_never_overwrites() -> None:

@@ -37,6 +37,34 @@ def loaders():
     y = x[:, :3].argmax(1)
     return [(x[part], y[part]) for part in (slice(0, 300), slice(300, 350), slice(350, 400))]
 """
+TEXTS = '''
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+GOOD, BAD = "good great lovely superb".split(), "bad awful poor dull".split()
+REST = "the film was a story and i saw it".split()
+WORDS = {word: k for k, word in enumerate([*GOOD, *BAD, *REST])}
+
+class Data:
+    """Sentences of ten words, three of which say whether the film was good, as token numbers."""
+    classes = ("bad", "good")
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        y = torch.randint(2, (900,), generator=draw)
+        x = torch.randint(8, len(WORDS), (900, 10), generator=draw)
+        x[:, 3:9:2] = torch.randint(4, (900, 3), generator=draw) + 4 * (1 - y[:, None])
+        self.train = DataLoader(TensorDataset(x[:600], y[:600]), batch_size=50, shuffle=True)
+        self.validation, self.test = (x[600:750], y[600:750]), (x[750:], y[750:])
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(len(WORDS), 32)
+        self.head = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 2))
+    def forward(self, tokens):
+        return self.head(self.words(tokens).mean(1))
+'''
 OWN = ["train", "--model", "ownnets:build", "--data", "ownnets:loaders"]
 TINY = ["--set", "fit.epochs=2", "--set", "fit.finetune_epochs=1", "--set", "tensorize.max_rank=4"]
 FILES = {
@@ -129,9 +157,12 @@ def test_overwrite_replaces_a_run_and_leaves_other_files(home: Path) -> None:
 
 
 def test_a_run_starts_from_the_network_of_another(run: Path) -> None:
-    answer(*OWN, *TINY, "--from", str(run), "--out", "smaller", "--quiet")
+    far = Path("a" * 90)  # settings are passed on whole
+    far.symlink_to(run)
+    answer(*OWN, *TINY, "--from", str(far), "--out", "smaller", "--quiet")
     result, before = (json.loads((folder / "result.json").read_text()) for folder in (Path("smaller"), run))
     assert result["start_ranks"] == before["ranks"]
+    assert "Started from aaa" in Path("smaller/report.html").read_text()
 
 
 def test_print_config_is_a_config_whose_settings_can_be_changed(home: Path) -> None:
@@ -152,19 +183,15 @@ def test_the_embedded_example_trains() -> None:
     assert float(accuracy[1]) > 70
     run = Path("runs/digits-seed0")
     assert json.loads((run / "result.json").read_text())["classes"] == list("0123456789")
-    test = data.load("mnist-mini").test
-    names = [f"{index}.png" for index in range(3)]
-    for index, name in enumerate(names):
-        Image.fromarray(test.images[index, 0].numpy()).save(name)
+    names = ["0.png", "1.png", "2.png"]
+    for pixels, name in zip(data.load("mnist-mini").test.images[:, 0].numpy(), names, strict=False):
+        Image.fromarray(pixels).save(name)
     rows = json.loads(answer("predict", str(run), *names, "--json"))
     found = torch.tensor([[row["probabilities"][str(digit)] for digit in range(10)] for row in rows])
-    temperature = (json.loads((run / "result.json").read_text())["calibrated"] or {}).get("temperature", 1.0)
+    temperature = json.loads((run / "result.json").read_text())["calibrated"]["temperature"]
     flatter = load_file(run / "predictions.safetensors")["probabilities"][:3].double()
-    for expected in (flatter, flatter ** (1 / temperature)):  # whichever of them the file holds
-        if torch.allclose(found.double(), expected / expected.sum(1, keepdim=True), rtol=1e-4, atol=1e-6):
-            break
-    else:
-        pytest.fail(f"{found} is not {flatter}")
+    expected = flatter ** (1 / temperature)  # the file has those of the network as it was trained
+    torch.testing.assert_close(found.double(), expected / expected.sum(1, keepdim=True), rtol=1e-4, atol=1e-6)
     assert not any(row["changed"] for row in rows)
     table = answer("predict", str(run), names[0], "--invert")
     assert "inverted" in table
@@ -184,6 +211,9 @@ def test_the_files_of_init_train_and_predict(started: Path) -> None:
         assert row["total"] == pytest.approx(row["aleatoric"] + row["epistemic"])
     assert "of the variance" in process("predict", "posterior", "new.csv", cwd=started)
     assert process("report", "first", "posterior", cwd=started) == "comparison.html\n"
+    assert "RMSE (test)" in process("evaluate", "posterior", cwd=started)
+    assert "each of 2 particles" in process("inspect", "posterior", cwd=started)
+    assert "Predicted and true values" in (started / "posterior/report.html").read_text()
 
 
 def test_the_script_of_init_runs(started: Path) -> None:
@@ -264,3 +294,15 @@ def test_help_and_version_do_not_import_torch() -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     assert bayestrain.__version__ in answer("--version")
+
+
+@pytest.mark.slow
+def test_a_classifier_of_texts(home: Path) -> None:
+    (home / "texts.py").write_text(TEXTS)
+    options = ("--set", "fit.epochs=12", "--set", "fit.finetune_epochs=2", "--set", "tensorize.max_rank=8")
+    own = ("train", "--model", "texts:Classifier", "--data", "texts:Data", *options)
+    text = process(*own, "--out", "texts", cwd=home)
+    assert re.search(r"^Accuracy \(test\): +(100\.00|9\d\.\d\d)%", text, re.MULTILINE)
+    (home / "new.csv").write_text("8,9,10,0,11,1,12,2,8,9\n8,9,10,4,11,5,12,6,8,9\n")
+    rows = json.loads(process("predict", "texts", "new.csv", "--json", cwd=home))
+    assert [row["class"] for row in rows] == ["good", "bad"]

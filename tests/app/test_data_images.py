@@ -1,19 +1,26 @@
-"""`Images` and `Splits`, on the digits that ship with the package."""
+"""`Images` and `Splits`, on the digits that ship with the package, and the decoders of the published formats."""
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from bayestrain import data
 from bayestrain.app.data import images
 from bayestrain.errors import ConfigError, DataError
+
+IMAGES = gzip.decompress((Path(data.__file__).parent / "mnist_mini" / "t10k-images-idx3-ubyte.gz").read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +29,10 @@ def digits() -> data.Splits:
 
 
 def test_mnist_mini_is_balanced_and_normalised_by_its_own_moments(digits: data.Splits) -> None:
-    assert digits.name == "mnist-mini"
-    assert digits.classes == tuple("0123456789")
-    assert digits.train.images.shape == (10_000, 1, 28, 28)
-    assert digits.test.images.shape == (2_000, 1, 28, 28)
-    assert digits.train.labels.bincount().tolist() == [1_000] * 10
-    assert digits.test.labels.bincount().tolist() == [200] * 10
+    assert (digits.name, digits.classes) == ("mnist-mini", tuple("0123456789"))
+    for part, each in ((digits.train, 1_000), (digits.test, 200)):
+        assert part.images.shape == (10 * each, 1, 28, 28)
+        assert part.labels.bincount().tolist() == [each] * 10
     assert digits.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]  # as MNIST begins
     normalised = digits.normalize(digits.train.images.float() / 255)
     assert abs(normalised.mean()) < 5e-4
@@ -156,3 +161,30 @@ def test_blocks_for_a_gpu_are_the_same_batches_augmented_at_once(
     for (x, y), (expected, labels) in zip(blocks, one_by_one, strict=True):
         assert torch.equal(x, expected)
         assert torch.equal(y, labels)
+
+
+def test_a_real_idx_file_is_read_byte_for_byte() -> None:
+    found = images.idx(IMAGES)
+    assert (found.shape, found.dtype) == ((2000, 28, 28), torch.uint8)
+    assert found[1234, 5].tolist() == list(IMAGES[16 + 1234 * 784 + 5 * 28 :][:28])
+    found.zero_()  # it owns its memory: no warning, and the bytes it was read from stay
+    assert images.idx(IMAGES).any()
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_any_shape_is_read(shape: list[int], drawn: st.DataObject) -> None:
+    size = int(torch.tensor(shape).prod())
+    content = drawn.draw(st.binary(min_size=size, max_size=size))
+    header = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+    tensor = images.idx(header + content)
+    assert list(tensor.shape) == shape
+    assert bytes(tensor.flatten().tolist()) == content
+
+
+def test_a_cifar_record_is_a_label_and_three_planes() -> None:
+    record = bytes([7]) + bytes([10]) * 1024 + bytes([20]) * 1024 + bytes(range(32)) * 32
+    found, labels = images.cifar_batch(record * 10_000)
+    assert (found.shape, labels.dtype, labels.unique().tolist()) == ((10_000, 3, 32, 32), torch.int64, [7])
+    assert found[9_999, 0].unique().tolist() == [10]
+    assert found[0, 1].unique().tolist() == [20]
+    assert found[5_000, 2, 13].tolist() == list(range(32))

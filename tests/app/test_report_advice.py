@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from run_folders import LAYERS, edit, load, unfinished, write_run
+from run_folders import LAYERS, Json, edit, load, unfinished, write_run
 from safetensors.numpy import load_file, save_file
 
 from bayestrain.app.report.advice import advice
@@ -17,12 +18,6 @@ from bayestrain.app.report.read import read_run
 
 def said(folder: Path) -> str:
     return " ".join(advice(read_run(folder)))
-
-
-def rewrite(folder: Path, change: Any) -> None:
-    """Pass every line of the history through `change`."""
-    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    (folder / "history.jsonl").write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
 
 
 def with_ends(*ends: list[int]) -> Any:
@@ -37,43 +32,34 @@ def test_a_good_run_needs_nothing(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
-    assert "after epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
+    assert "still at epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
 
 
-def test_ranks_at_their_maximum(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", layers=with_ends([6, 20, 3], [20], [4, 20, 8, 2]))
-    assert "3 of 8 bonds kept the maximum rank of 20" in said(folder)
-    assert "for example to 40" in said(folder)
+FULL = [starts for _, _, _, starts, _ in LAYERS.values()]
 
 
-def test_a_bond_that_its_modes_limit_asks_for_no_larger_rank(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", layers=with_ends([18, 7, 9], [7], [4, 8, 8, 2]))
-    assert "maximum rank" not in said(folder)
-
-
-def test_ranks_that_did_not_move(tmp_path: Path) -> None:
-    full = {name: (*about[:4], about[3]) for name, about in LAYERS.items()}
-    text = said(write_run(tmp_path / "run", layers=full, weight=0.2))
-    assert "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200" in text
-    assert "maximum rank" not in text
-
-
-def test_ranks_that_were_not_to_move(tmp_path: Path) -> None:
-    full = {name: (*about[:4], about[3]) for name, about in LAYERS.items()}
-    folder = write_run(tmp_path / "run", layers=full)
-    rewrite(folder, lambda line: {**line, "phase": "train"})
-    assert "pruned" not in said(folder)
-
-
-def test_collapsed_layers(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", layers=with_ends([6, 9, 3], [1], [1, 1, 1, 1]))
-    assert "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck: use keep_dense" in said(folder)
-
-
-def test_a_search_that_ended_too_early(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    rewrite(folder, lambda line: {**line, "parameters": 9000 - 300 * line["epoch"]})
-    assert "The search ended while ranks were still being pruned" in said(folder)
+@pytest.mark.parametrize(
+    ("ends", "wanted", "unwanted"),
+    [
+        ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20, so the data", "collapsed"),
+        ([[6, 20, 3], [20], [4, 20, 8, 2]], "for example to 40", "No rank was pruned"),
+        ([[18, 7, 9], [7], [4, 8, 8, 2]], "Nothing here", "maximum rank"),  # their modes limit these bonds
+        (
+            FULL,
+            "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
+            "max",
+        ),
+        (
+            [[6, 9, 3], [1], [1, 1, 1, 1]],
+            "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck",
+            "maximum",
+        ),
+    ],
+)
+def test_ranks(tmp_path: Path, ends: list[list[int]], wanted: str, unwanted: str) -> None:
+    text = said(write_run(tmp_path / "run", layers=with_ends(*ends), weight=0.2))
+    assert wanted in text
+    assert unwanted not in text
 
 
 def test_a_cut_that_cost_accuracy(tmp_path: Path) -> None:
@@ -111,15 +97,24 @@ def test_particles(tmp_path: Path) -> None:
     assert "The particles together are no better than one alone" in said(folder)
 
 
-def test_overfitting_and_training_that_ended_too_early(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    rewrite(folder, lambda x: {**x, "validation": {"log_likelihood": -1.0 - abs(x["epoch"] - 6) / 10}})
-    assert "It overfits: validation log likelihood was best at epoch 6 (-1.00) and ended at -2.40" in said(folder)
-    rewrite(folder, lambda x: {**x, "validation": {"log_likelihood": -3.0 + x["epoch"] / 10}})
-    assert "still rising at the end" in said(folder)
+LOSS = "train_loss"
 
 
-def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    rewrite(folder, lambda line: {**line, "train_loss": float("nan") if line["epoch"] >= 9 else line["train_loss"]})
-    assert "not finite from epoch 9 on: lower lr" in said(folder)
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (lambda x: {**x, "parameters": 9000 - 300 * x["epoch"]}, "The search ended while ranks were still"),
+        (lambda x: {**x, "validation": {"log_likelihood": -1.0 - abs(x["epoch"] - 6) / 10}},
+         "It overfits: validation log likelihood was best at epoch 6 (-1.00) and ended at -2.40"),
+        (lambda x: {**x, "validation": {"log_likelihood": -3.0 + x["epoch"] / 10}}, "still rising at the end"),
+        (lambda x: {**x, LOSS: float("nan") if x["epoch"] >= 9 else x[LOSS]}, "not finite from epoch 9 on: lower lr"),
+        (lambda x: {**x, "phase": "train"}, "Nothing here"),  # no rank was to move
+    ],
+    ids=["search", "overfitting", "too short", "not finite", "no search"],
+)  # fmt: skip
+def test_what_the_history_says(tmp_path: Path, change: Callable[[Json], Json], wanted: str) -> None:
+    no_search = wanted == "Nothing here"
+    folder = write_run(tmp_path / "run", layers=with_ends(*FULL) if no_search else None)
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    (folder / "history.jsonl").write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
+    assert wanted in said(folder)

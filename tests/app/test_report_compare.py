@@ -26,10 +26,7 @@ def named(**folders: Path) -> dict[str, Run]:
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
-    light, heavy = (
-        write_run(tmp_path / "a", name="light"),
-        write_run(tmp_path / "b", "posterior", name="heavy", weight=3.0),
-    )
+    light, heavy = write_run(tmp_path / "a"), write_run(tmp_path / "b", "posterior", weight=3.0)
     write_report(light)
     source, text = compared(tmp_path, light, heavy)
     assert "2 runs compared" in text

@@ -1,7 +1,5 @@
 """The commands of `bayestrain`, and how their errors are reported."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from pathlib import Path
@@ -14,10 +12,9 @@ from bayestrain import __version__
 from bayestrain.app.cli.data import data_app
 from bayestrain.app.cli.init import init
 from bayestrain.app.cli.predict import predict
-from bayestrain.app.cli.runs import evaluate, inspect, report
-from bayestrain.app.cli.screen import HELP, print_error
+from bayestrain.app.cli.runs import HELP, evaluate, inspect, report
 from bayestrain.app.cli.train import train
-from bayestrain.errors import BayesTrainError
+from bayestrain.errors import BayesTrainError, Interrupted
 
 
 class CleanErrors(TyperGroup):
@@ -26,6 +23,8 @@ class CleanErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except (Interrupted, KeyboardInterrupt) as error:
+            fail(error, "stopped by Ctrl-C.", 130)
         except BayesTrainError as error:
             fail(error, str(error))
         except BrokenPipeError:
@@ -34,8 +33,6 @@ class CleanErrors(TyperGroup):
             room = " Make room first." if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
             what = "A file" if error.filename is None else error.filename
             fail(error, f"{what} cannot be read or written: {error.strerror or error}.{room}")
-        except KeyboardInterrupt as error:
-            fail(error, "stopped by Ctrl-C.", 130)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -44,7 +41,8 @@ class CleanErrors(TyperGroup):
 
 def fail(error: BaseException, message: str, code: int = 2) -> NoReturn:
     """Print one message, with the notes that were added to the error, and exit."""
-    print_error(" ".join([message, *getattr(error, "__notes__", ())]))
+    typer.secho("bayestrain: ", fg="red", bold=True, err=True, nl=False)
+    typer.echo(" ".join([message, *getattr(error, "__notes__", ())]), err=True)
     raise typer.Exit(code) from None
 
 

@@ -1,7 +1,5 @@
 """`bayestrain init`: files to start from."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path
@@ -26,7 +24,7 @@ def init(
       bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first
     """
     contents = {path.name: path.read_text(encoding="utf-8") for path in STARTER.iterdir() if path.is_file()}
-    contents |= tables()
+    contents |= {"table.csv": table(1_000, with_target=True), "new.csv": table(3, with_target=False)}
     there = sorted(name for name in contents if (folder / name).exists())
     if there:
         raise ConfigError(f"{folder} already has {', '.join(there)}. Choose another folder: bayestrain init DIR")
@@ -40,15 +38,12 @@ def init(
     print("  bayestrain train --config run.toml --out first\n  bayestrain predict first new.csv")
 
 
-def tables() -> dict[str, str]:
-    """A table of Friedman's regression problem, whose last three inputs do not matter, and rows to predict."""
-    draw = random.Random(0)
-    header, rows = ",".join(f"x{i}" for i in range(1, 9)), [[draw.random() for _ in range(8)] for _ in range(1_003)]
-    lines = [",".join(f"{value:.4f}" for value in row) for row in rows]
-    noise = [draw.gauss(0, 1) for _ in rows]
-    y = [10 * math.sin(math.pi * x[0] * x[1]) + 20 * (x[2] - 0.5) ** 2 + 10 * x[3] + 5 * x[4] for x in rows]
-    known = [f"{line},{value + e:.4f}" for line, value, e in zip(lines, y, noise, strict=True)]
-    return {
-        "table.csv": "\n".join([f"{header},y", *known[:-3]]) + "\n",
-        "new.csv": "\n".join([header, *lines[-3:]]) + "\n",
-    }
+def table(rows: int, with_target: bool) -> str:
+    """Rows of Friedman's regression problem, whose last three inputs do not matter."""
+    draw = random.Random(rows)
+    lines = [[*(f"x{i}" for i in range(1, 9)), "y"]]
+    for _ in range(rows):
+        x = [draw.random() for _ in range(8)]
+        y = 10 * math.sin(math.pi * x[0] * x[1]) + 20 * (x[2] - 0.5) ** 2 + 10 * x[3] + 5 * x[4] + draw.gauss(0, 1)
+        lines.append([f"{value:.4f}" for value in (*x, y)])
+    return "".join(",".join(line if with_target else line[:-1]) + "\n" for line in lines)

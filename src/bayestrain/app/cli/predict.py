@@ -1,7 +1,5 @@
 """`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -11,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device
-from bayestrain.app.cli.screen import finished, print_json, resolve_device
+from bayestrain.app.cli.runs import Device, finished, print_json, resolve_device
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
@@ -49,17 +46,14 @@ def predict(
       bayestrain predict first new.csv --json
     """
     result = finished(folder).result
-    for path in inputs:
-        if not path.exists():
-            raise DataError(f"{path} does not exist. Name files to predict.")
     x, labels = read_inputs(inputs, result, invert)
     from bayestrain.train.run import load_run
 
     prediction: Any = load_run(folder, device=resolve_device(device)).predict(x)
-    particles = (result.get("posterior") or {}).get("particles") or 1
-    if particles == 1 and result.get("calibrated"):
+    particles = result["posterior"].get("particles", 1)
+    if particles == 1 and result["calibrated"]:
         prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
-    rows = [answer | label for answer, label in zip(answers(prediction, result.get("classes")), labels, strict=True)]
+    rows = [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
     if as_json:
         print_json(rows)
         return
@@ -70,20 +64,17 @@ def predict(
 
 def read_inputs(
     paths: Sequence[Path], result: Mapping[str, Any], invert: bool | None
-) -> tuple[Tensor, list[dict[str, str]]]:
+) -> tuple["Tensor", list[dict[str, str]]]:
     """All inputs as one batch, and for each its name and what was changed in a picture."""
     import torch
 
     if not result.get("input_shape"):
-        raise DataError(
-            "this network takes more than one tensor. Predict in Python: train.run.load_run(RUN).predict(x)"
-        )
+        raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
     shape, parts, labels = tuple(result["input_shape"]), [], []
+    changes: list[str]
     for path in paths:
         if path.suffix.lower() in ARRAYS:
-            rows = read_array(path, shape).to(getattr(torch, result["input_dtype"]))
-            names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
-            labels += [{"input": name, "changed": ""} for name in names]
+            rows, changes = read_array(path, shape).to(getattr(torch, result["input_dtype"])), []
         elif len(shape) == 3 and shape[0] in (1, 3):
             from bayestrain.app.data.pictures import read_picture
 
@@ -92,29 +83,32 @@ def read_inputs(
             if result.get("mean"):
                 mean, std = (torch.tensor(result[key])[:, None, None] for key in ("mean", "std"))
                 rows = (rows - mean) / std
-            labels.append({"input": str(path), "changed": ", ".join(changes)})
         else:
             raise DataError(f"{path} must be a {', '.join(ARRAYS)} file: an input has the shape {times(shape)}.")
         parts.append(rows)
+        names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
+        labels += [{"input": name, "changed": ", ".join(changes)} for name in names]
     return torch.cat(parts), labels
 
 
-def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
+def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     """The rows of a .csv (a header is skipped), .npy or .pt file, each an input of the given shape."""
     import numpy as np
     import torch
 
+    kind = path.suffix.lower()
     try:
-        if path.suffix.lower() == ".csv":
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-            header = bool(lines) and not lines[0].lstrip().startswith(tuple("+-.0123456789"))
-            if not "".join(lines[header:]).strip():
+        if kind == ".csv":
+            lines = path.read_text(encoding="utf-8-sig").strip().splitlines()
+            header = bool(lines) and not lines[0].startswith(tuple("+-.0123456789"))
+            if not lines[header:]:
                 raise ValueError("it has no row")
-            found = torch.from_numpy(np.loadtxt(lines[header:], delimiter=",", ndmin=2))
-        elif path.suffix.lower() == ".npy":
-            found = torch.from_numpy(np.load(path, allow_pickle=False))
+            content = np.loadtxt(lines[header:], delimiter=",", ndmin=2)
+        elif kind == ".npy":
+            content = np.load(path, allow_pickle=False)
         else:
-            found = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.as_tensor(content)
     except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"{path} cannot be read as rows of numbers: {str(error).partition('. ')[0]}.") from None
     if found.shape == shape:
@@ -129,25 +123,25 @@ def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
     return found.reshape(-1, *shape)
 
 
-def answers(prediction: Any, classes: Sequence[str] | None) -> list[dict[str, Any]]:
+def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     """What is predicted for each input, in numbers."""
-    low, high = (end.tolist() for end in prediction.interval(0.9))
-    parts = {name: getattr(prediction, name).tolist() for name in ("total", "aleatoric", "epistemic")}
-    rows = []
-    for i, mean in enumerate(prediction.mean.tolist()):
-        row = {name: values[i] for name, values in parts.items()}
-        if not hasattr(prediction, "reasons"):
-            row = {"prediction": mean, "low": low[i], "high": high[i], **row}
-            scalar = isinstance(mean, list) and len(mean) == 1
-            rows.append({key: value[0] for key, value in row.items()} if scalar else row)
-            continue
-        names = list(classes or map(str, range(len(mean))))
-        best, second = sorted(range(len(mean)), key=lambda k: -mean[k])[:2]
-        rows.append({
-            "class": names[best], "probability": mean[best], "low": low[i][best], "high": high[i][best],
-            "next": names[second], "next_probability": mean[second], **row, "reason": prediction.reasons()[i],
-            "probabilities": dict(zip(names, mean, strict=True)),
-        })  # fmt: skip
+    low, high = prediction.interval(0.9)
+    values = {"prediction": prediction.mean, "low": low, "high": high}
+    values |= {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
+    reasons = prediction.reasons() if hasattr(prediction, "reasons") else None
+    if reasons is None and prediction.mean.shape[1:] == (1,):
+        values = {name: value.squeeze(1) for name, value in values.items()}
+    columns = [value.tolist() for value in values.values()]
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
+    for row, reason in zip(rows, reasons or (), strict=False):
+        p = row.pop("prediction")
+        best, second = sorted(range(len(p)), key=lambda k: -p[k])[:2]
+        names = list(classes or map(str, range(len(p))))
+        row |= {
+            "class": names[best], "probability": p[best], "low": row["low"][best], "high": row["high"][best],
+            "next": names[second], "next_probability": p[second], "reason": reason,
+            "probabilities": dict(zip(names, p, strict=True)),
+        }  # fmt: skip
     return rows
 
 
@@ -160,11 +154,10 @@ def words(row: Mapping[str, Any], particles: int) -> dict[str, str]:
             cells["90% of networks"] = f"{row['low']:.2%} - {row['high']:.2%}"
         cells |= {"certainty": row["reason"], "next": f"{row['next']} {row['next_probability']:.2%}"}
     else:
-        each = {key: value if isinstance(value, list) else [value] for key, value in row.items()}
-        cells["prediction"] = "  ".join(f"{value:.5g}" for value in each["prediction"])
-        ends = zip(each["low"], each["high"], strict=True)
-        cells["90% interval"] = "  ".join(f"{low:.5g} .. {high:.5g}" for low, high in ends)
+        keys = ("prediction", "low", "high", "epistemic", "total")
+        outputs = list(zip(*(row[key] if isinstance(row[key], list) else [row[key]] for key in keys), strict=True))
+        cells["prediction"] = "  ".join(f"{value:.5g}" for value, *_ in outputs)
+        cells["90% interval"] = "  ".join(f"{low:.5g} .. {high:.5g}" for _, low, high, *_ in outputs)
         if particles > 1:
-            shares = zip(each["epistemic"], each["total"], strict=True)
-            cells["networks disagree"] = "  ".join(f"{part / total:.0%} of the variance" for part, total in shares)
+            cells["networks disagree"] = "  ".join(f"{part / all:.0%} of the variance" for *_, part, all in outputs)
     return cells | ({"changed": row["changed"]} if row["changed"] else {})

@@ -1,22 +1,70 @@
-"""Commands on finished runs: `bayestrain inspect`, `evaluate` and `report`."""
+"""Commands on finished runs, `bayestrain inspect`, `evaluate` and `report`, and what they share with the others."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bayestrain.app.cli.screen import finished, print_closing, print_json, resolve_device, write_page
 from bayestrain.errors import ConfigError
-from bayestrain.tables import text_table, times
+from bayestrain.tables import text_table
 
 if TYPE_CHECKING:
     from bayestrain.app.report.read import Run
 
+HELP = {"help_option_names": ["-h", "--help"]}
 DEVICE = "auto, cpu, cuda, cuda:N or mps. Default: a GPU if there is one."
 Device = Annotated[str, typer.Option("--device", help=DEVICE, metavar="DEVICE", show_default=False)]
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")]
+
+
+def print_json(value: object) -> None:
+    """Print exactly one JSON value on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, if there is one: a missing one is reported at once, before heavy imports."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
+    return folder
+
+
+def finished(folder: Path) -> "Run":
+    """The finished run in a folder."""
+    if not (existing(folder) / "result.json").is_file():
+        raise ConfigError(f"{folder} holds no finished run. To finish one: bayestrain train --resume --out {folder}")
+    from bayestrain.app.report.read import read_run
+
+    return read_run(folder)
+
+
+def print_closing(folder: Path) -> None:
+    """Print the result of a finished run, and write its report."""
+    from bayestrain.app.report import write_report
+    from bayestrain.app.report.facts import tiles
+    from bayestrain.app.report.read import reading
+
+    run = finished(folder)
+    with reading(folder):
+        lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
+        lines += [("Warning", str(text)) for text in run.result["posterior"].get("warnings", ())]
+    for label, text in [*lines, ("Report", str(write_report(folder)))]:
+        print(f"{label + ':':<24}{text}")
+
+
+def resolve_device(device: str) -> str:
+    """The torch device meant by --device, if this machine has it."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch was built without this kind of device
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"--device {device}: {reason} Choose auto, cpu, cuda, cuda:N or mps.") from None
+    return device
 
 
 def inspect(
@@ -36,7 +84,7 @@ def inspect(
     """
     run = finished(folder)
     if as_json:
-        print_json(run.result)
+        print((folder / "result.json").read_text(encoding="utf-8"), end="")
     elif plan:
         import torch
 
@@ -46,23 +94,10 @@ def inspect(
         x = torch.zeros(batch, *run.result["input_shape"], dtype=getattr(torch, run.result["input_dtype"]))
         print(summary(load_run(folder, device="cpu").template, x))
     else:
-        print(rank_table(run))
+        from bayestrain.app.report.facts import layer_table
 
-
-def rank_table(run: Run) -> str:
-    """A row for each factorised layer, and one for the whole network."""
-    particles = run.posterior.get("particles", 1)
-    each = f", in each of {particles} particles" if particles > 1 else ""
-    rows = [
-        [x.name, x.format, x.layout, times(x.shape), " ".join(map(str, x.ranks)), f"{x.sizes['dense']:,.0f}",
-         f"{x.sizes['now']:,.0f}", f"{x.ratio:.1f}x"] for x in run.layers if x.format
-    ]  # fmt: skip
-    if not rows:
-        return f"No layer is factorised: {run.parameters:,} parameters{each}."
-    dense = run.result["dense_parameters"]
-    rows.append(["whole network", "", "", "", "", f"{dense:,}", f"{run.parameters:,}", f"{run.ratio:.1f}x{each}"])
-    header = ["layer", "format", "layout", "shape", "ranks", "dense", "now", "smaller"]
-    return text_table(header, rows, left_columns=5)
+        table = layer_table(run)
+        print(text_table(table.header, table.rows, left_columns=6))
 
 
 def evaluate(folders: Runs, device: Device = "auto") -> None:
@@ -100,13 +135,12 @@ def report(
       bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
     """
     for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} does not exist. Name folders of runs.")
-    if len(folders) == 1:
-        if out is not None:
-            raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")
-        print(write_page(folders[0]))
-        return
-    from bayestrain.app.report import write_comparison
+        existing(folder)
+    from bayestrain.app.report import write_comparison, write_report
 
-    print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
+    if len(folders) > 1:
+        print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
+    elif out is None:
+        print(write_report(folders[0]))
+    else:
+        raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")

@@ -1,7 +1,8 @@
 """`bayestrain train`: from names or a file to a run folder with a report."""
 
-from __future__ import annotations
-
+import itertools
+import json
+import logging
 import re
 import shlex
 import sys
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import DEVICE
-from bayestrain.app.cli.screen import print_closing, print_error, print_json, resolve_device, shown_progress, write_page
+from bayestrain.app.cli.runs import DEVICE, print_closing, print_json, resolve_device
 from bayestrain.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def train(
     if resume and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it: give one of them.")
     short = {"run.model": model, "run.data": data, "run.seed": seed, "posterior.particles": particles}
-    short["run.from_run"] = None if from_run is None else str(from_run)
+    short |= {"run.from_run": str(from_run)} if from_run else {}
     given = {key: value for key, value in short.items() if value not in (None, "")}
     chosen = choose_config(config, given, overrides or [], out if resume else None)
     if print_config:
@@ -73,39 +73,40 @@ def train(
         print(dumps(chosen), end="")
         return
     folder = out or default_folder(chosen, resume)
+    checkpoint = folder / "checkpoint.pt"
     if config is not None and config.resolve() == (folder / "config.toml").resolve():
         raise ConfigError(f"the run would overwrite your own {config}. Choose another --out, or rename the file.")
-    if not (resume or overwrite) and ((folder / "result.json").exists() or checkpoint(folder)):
+    if not (resume or overwrite) and ((folder / "result.json").exists() or checkpoint.exists()):
         raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
     place = resolve_device(device)
-    from bayestrain.train import run
+    from bayestrain.train.callbacks import ProgressPrinter
+    from bayestrain.train.run import train_run
 
+    if not (quiet or as_json):  # show what the package logs, such as downloads
+        logging.basicConfig(format="%(message)s", stream=sys.stdout)
+        logging.getLogger("bayestrain").setLevel(logging.INFO)
     program = "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
-    again = "Nothing was saved yet: run the same command again."
     try:
-        with shown_progress(quiet or as_json) as callbacks:
-            result = run.train_run(
-                chosen, folder, device=place, resume=resume, overwrite=overwrite, callbacks=callbacks,
-                command=f"{program} {shlex.join(sys.argv[1:])}",
-            )  # fmt: skip
+        result = train_run(
+            chosen, folder, device=place, resume=resume, overwrite=overwrite,
+            callbacks=[] if quiet or as_json else [ProgressPrinter()], command=f"{program} {shlex.join(sys.argv[1:])}",
+        )  # fmt: skip
     except (Interrupted, KeyboardInterrupt, OSError) as error:
-        if checkpoint(folder):
-            again = f"Continue with: {program} train --resume --out {shlex.quote(str(folder))}"
-            again += "" if device == "auto" else f" --device {device}"
-        if isinstance(error, OSError):
-            error.add_note(again)
-            raise
-        print_error(f"stopped by Ctrl-C. {again}")
-        raise typer.Exit(130) from None
+        again = f"Continue with: {program} train --resume --out {shlex.quote(str(folder))}"
+        again += "" if device == "auto" else f" --device {device}"
+        error.add_note(again if checkpoint.exists() else "Nothing was saved yet: run the same command again.")
+        raise
+    from bayestrain.app.report import write_report
+
     if as_json:
-        print_json({**result, "folder": str(folder), "report": str(write_page(folder))})
+        print_json({**result, "folder": str(folder), "report": str(write_report(folder))})
     elif quiet:
-        print(write_page(folder))
+        print(write_report(folder))
     else:
         print_closing(folder)
 
 
-def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> RunConfig:
+def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> "RunConfig":
     """The settings that the options select: a file, a resumed run, a model with its data, or the embedded example."""
     from bayestrain.train import config
 
@@ -113,28 +114,23 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
         file = resumed / "config.toml"
         if not file.is_file():
             raise ConfigError(f"there is nothing to resume in {resumed}. Leave --resume out.")
-    own = {"run.model", "run.data"} & short.keys()
-    if file is None and len(own) == 1:
+    model, data = (short.get(key) for key in ("run.model", "run.data"))
+    if file is None and bool(model) != bool(data):
         raise ConfigError("--model and --data go together. Give both, or a --config file that has the other.")
-    if file is None and own:
-        names = {key.removeprefix("run."): short.pop(key) for key in own}
-        start = config.RunConfig.from_dict({"run": {"name": names["model"].partition(":")[2] or "run", **names}})
+    if file is None and model:
+        name = model.partition(":")[2] or "run"
+        start = config.RunConfig.from_dict({"run": {"name": name, "model": model, "data": data}})
     else:
         start = config.load(file or EXAMPLE)
-    return start.override([*(f"{key}={config.shown(value)}" for key, value in short.items()), *overrides])
+    return start.override([*(f"{key}={json.dumps(value)}" for key, value in short.items()), *overrides])
 
 
-def default_folder(config: RunConfig, resume: bool) -> Path:
+def default_folder(config: "RunConfig", resume: bool) -> Path:
     """runs/NAME-seedN, with a counter if that exists; to resume, the latest of these."""
     name = re.sub(r"[^\w.-]+", "-", config.run.name).strip("-.") or "run"
-    last = candidate = Path("runs") / f"{name}-seed{config.run.seed}"
-    count = 1
-    while candidate.exists():
-        last, count = candidate, count + 1
-        candidate = candidate.with_name(f"{name}-seed{config.run.seed}-{count}")
-    return last if resume else candidate
-
-
-def checkpoint(folder: Path) -> bool:
-    """Whether there is something to resume."""
-    return (folder / "checkpoint.pt").is_file()
+    last = free = Path("runs") / f"{name}-seed{config.run.seed}"
+    for number in itertools.count(2):
+        if not free.exists():
+            break
+        last, free = free, free.with_name(f"{name}-seed{config.run.seed}-{number}")
+    return last if resume else free

@@ -4,8 +4,6 @@ Downloads go to a temporary folder, are checked there, and only then enter the c
 file in it.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import logging
@@ -17,15 +15,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
-LARGEST = 64 * 2**20
-"""Bytes of a file inside an archive; the largest one of all data sets has 47 MB."""
 SILENCE_SECONDS = 15
-
 Source = Mapping[str, str]
 """``{"mirror": url}``, a folder with a .gz of every file, or ``{"archive": url, "sha256": ..}``, one tar file."""
 
@@ -34,11 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class File:
-    """A published file; `size` and `sha256` are those of the uncompressed content.
-
-    On disk the file is raw, under `name`, or compressed, under `name`.gz. Only the content is compared, so a
-    recompressed copy is as good as the published one.
-    """
+    """A published file, on disk raw as `name`, or as `name`.gz; `size` and `sha256` are those of the raw content."""
 
     name: str
     size: int
@@ -70,25 +60,26 @@ class Spec:
 
     name: str
     title: str
-    files: tuple[File, ...]
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    files: list[File]
+    classes: list[str]
+    mean: list[float]
+    std: list[float]
     licence: str
     citation: str
     homepage: str
-    sources: tuple[dict[str, str], ...] = ()
+    sources: Sequence[Source] = ()
     embedded: str = ""
 
-
-def _read(name: str, entry: dict[str, Any]) -> Spec:
-    files = tuple(File(**file) for file in entry.pop("files"))
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
-    return Spec(name=name, files=files, **fields)
+    @property
+    def home(self) -> Path:
+        """Where the files are: in the package, or in the cache."""
+        return Path(__file__).parent / self.embedded if self.embedded else cache_folder() / self.name
 
 
 CATALOG = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
-SPECS = {name: _read(name, entry) for name, entry in CATALOG.items()}
+SPECS = {
+    name: Spec(name, files=[File(**file) for file in entry.pop("files")], **entry) for name, entry in CATALOG.items()
+}
 """All data sets by name."""
 
 
@@ -99,87 +90,80 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bayestrain"
 
 
-def find_spec(name: str) -> Spec:
-    """The data set called `name`."""
-    if name not in SPECS:
-        raise DataError(f"there is no data set {name!r}: choose one of {', '.join(SPECS)}")
-    return SPECS[name]
-
-
-def home(spec: Spec) -> Path:
-    """Where the files of a data set are unless the user names a folder: in the package, or in the cache."""
-    return Path(__file__).parent / spec.embedded if spec.embedded else cache_folder() / spec.name
-
-
 def get(name: str) -> Path:
     """Make sure that the data set `name` is on this machine with the right checksums, and return its folder."""
-    spec = find_spec(name)
-    place = home(spec)
+    contents(name)
+    return SPECS[name].home
+
+
+def contents(name: str) -> list[bytes]:
+    """The checked contents of the files of the data set `name`, which is fetched if necessary."""
+    if name not in SPECS:
+        raise DataError(f"there is no data set {name!r}: choose one of {', '.join(SPECS)}")
+    spec = SPECS[name]
     try:
-        fetch(spec.files, place, spec.sources)
+        return fetch(spec.files, spec.home, spec.sources)
     except DataError as error:
         files = "\n".join(f"  {file.name} ({file.size} bytes, sha256 {file.sha256})" for file in spec.files)
         raise DataError(
             f"{spec.title}: not on this machine.\n{error}\nDownload these files, raw or as .gz, from {spec.homepage} "
-            f"and put them into {place}:\n{files}"
+            f"and put them into {spec.home}:\n{files}"
         ) from error
-    return place
 
 
-def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> None:
-    """Make `folder` hold all of `files` intact: missing ones come from the first source that has them all."""
-    missing = []
+def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> list[bytes]:
+    """The contents of `files` in `folder`; missing or damaged ones come from the first source that has them all."""
+    found: dict[str, bytes] = {}
     for file in files:
         try:
-            file.read(folder)
+            found[file.name] = file.read(folder)
         except DataError as error:
-            missing.append(file)
             log.debug("%s", error)
-    if not missing:
-        return
-    failures = []
-    for source in sources:
+    missing, failures = [file for file in files if file.name not in found], []
+    for source in sources if missing else ():
         kind, place = next(iter(source.items()))
         log.info("fetching %d files from %s %s", len(missing), kind, place)
-        with tempfile.TemporaryDirectory() as temporary:
-            try:
-                _deliver(source, [file.name for file in missing], Path(temporary))
-                contents = {file.name: file.read(Path(temporary)) for file in missing}
-            except (DataError, OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
-                failures.append(f"  {kind} {place}: {error}")
-                continue
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in contents.items():
-                write_atomically(folder / name, content)
-        except OSError as error:
-            raise DataError(
-                f"{folder} cannot be written: {error.strerror}. Set the environment variable BAYESTRAIN_DATA to a "
-                "writable folder with enough room"
-            ) from error
-        return
-    tried = "\n".join(failures) or "  (there are none)"
-    raise DataError(f"{folder} lacks {', '.join(file.name for file in missing)}. Sources tried:\n{tried}")
+            found |= _delivered(source, missing)
+            break
+        except (DataError, OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
+            failures.append(f"  {kind} {place}: {error}")
+    if len(found) < len(files):
+        tried = "\n".join(failures) or "  (there are none)"
+        raise DataError(f"{folder} lacks {', '.join(file.name for file in missing)}. Sources tried:\n{tried}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in missing:
+            write_atomically(folder / file.name, found[file.name])
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror}. Set the environment variable BAYESTRAIN_DATA to a writable "
+            "folder with enough room"
+        ) from error
+    return [found[file.name] for file in files]
 
 
-def _deliver(source: Source, names: Sequence[str], into: Path) -> None:
-    """Put each of `names` into the folder `into`, raw or as .gz; pooch compares the checksum of an archive first."""
+def _delivered(source: Source, files: Sequence[File]) -> dict[str, bytes]:
+    """The checked contents of files from a source; pooch compares the checksum of an archive before it is unpacked."""
     import pooch
 
-    def download(url: str, sha256: str | None) -> str:
-        client = pooch.HTTPDownloader(timeout=SILENCE_SECONDS)
-        return str(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=into, downloader=client))
-
     pooch.get_logger().setLevel(logging.WARNING)
-    if "mirror" in source:
-        for name in names:
-            download(f"{source['mirror']}{name}.gz", None)
-        return
-    wanted = {*names, *(f"{name}.gz" for name in names)}
-    with tarfile.open(download(source["archive"], source["sha256"])) as tar:
-        for member in tar:
-            name = Path(member.name).name
-            if name in wanted and member.isreg() and (stream := tar.extractfile(member)) is not None:
-                if member.size > LARGEST:
-                    raise DataError(f"{name} is larger than the published file can be")
-                (into / name).write_bytes(stream.read())
+    with tempfile.TemporaryDirectory() as temporary:
+
+        def download(url: str, sha256: str | None) -> str:
+            client = pooch.HTTPDownloader(timeout=SILENCE_SECONDS)
+            return str(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=temporary, downloader=client))
+
+        if "archive" in source:
+            sizes = {name: file.size for file in files for name in (file.name, f"{file.name}.gz")}
+            with tarfile.open(download(source["archive"], source["sha256"])) as tar:
+                for member in tar:
+                    name = Path(member.name).name
+                    if name in sizes and member.isreg() and (stream := tar.extractfile(member)) is not None:
+                        if member.size > sizes[name]:
+                            raise DataError(f"{name} is larger than the published file")
+                        (Path(temporary) / name).write_bytes(stream.read())
+        else:
+            for file in files:
+                download(f"{source['mirror']}{file.name}.gz", None)
+        return {file.name: file.read(Path(temporary)) for file in files}

@@ -10,29 +10,31 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
-from bayestrain.app.data.fetch import find_spec, get
+from bayestrain.app.data.fetch import SPECS, contents
 from bayestrain.errors import ConfigError, DataError
 
 BLOCK_BYTES = 32 * 2**20
 """How much of an epoch, as float images, is prepared at once on a GPU, where each small operation costs a launch."""
 
 
+@dataclass(eq=False, repr=False)
 class Images(Dataset[tuple[Tensor, int]]):
     """Labelled images: `images` is uint8 (N, C, H, W), `labels` is int64 (N,).
 
-    Indexing returns (float image in [0, 1], label), so an ordinary `DataLoader` works. `batches` returns whole batches
-    without touching single images in Python. It applies `augment` to them, a function of float images such as
-    ``lambda x: x.flip(3)``; on a GPU that is given several batches at once.
+    Indexing returns (float image in [0, 1], label), so an ordinary `DataLoader` works; `batches` is faster, and applies
+    `augment`, a function of float images such as ``lambda x: x.flip(3)``, on a GPU to several batches at once.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> None:
+    images: Tensor
+    labels: Tensor
+    augment: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        images, labels = self.images, self.labels
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(f"images must be uint8 (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             raise DataError(f"labels must be int64 ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
-        self.images = images
-        self.labels = labels
-        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -63,18 +65,18 @@ class Images(Dataset[tuple[Tensor, int]]):
         held out is not augmented.
         """
         generator, labels = torch.Generator().manual_seed(seed), self.labels.cpu()
-        held_out = torch.zeros(len(self), dtype=torch.bool)
+        held = torch.zeros(len(self), dtype=torch.bool)
         for label in labels.unique():
             members = (labels == label).nonzero().squeeze(1)
             shuffled = members[torch.randperm(len(members), generator=generator)]
-            held_out[shuffled[: round(fraction * len(members))]] = True
-        if not 0 < fraction < 1 or held_out.all() or not held_out.any():
+            held[shuffled[: round(fraction * len(members))]] = True
+        if not 0 < fraction < 1 or held.all() or not held.any():
             raise ConfigError(
                 f"holding out the fraction {fraction} of each class of {len(self)} images leaves one part empty. "
                 "Use a fraction nearer to 0.5, or more images"
             )
-        rest, held = self.subset((~held_out).nonzero().squeeze(1)), self.subset(held_out.nonzero().squeeze(1))
-        return rest, held.augmented(None)
+        rest, held_out = (self.subset(chosen.nonzero().squeeze(1)) for chosen in (~held, held))
+        return rest, held_out.augmented(None)
 
     def batches(
         self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
@@ -85,13 +87,13 @@ class Images(Dataset[tuple[Tensor, int]]):
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
-        target = self.labels.device if device is None else torch.device(device)
-        block = batch_size
-        if target.type == "cuda" and len(self):
-            block *= max(1, BLOCK_BYTES // (4 * self.images[0].numel() * batch_size))
+        home, block = self.labels.device, batch_size
+        target = home if device is None else torch.device(device)
+        if target.type == "cuda":
+            block *= max(1, BLOCK_BYTES // (4 * self.images.shape[1:].numel() * batch_size))
 
         def one_pass() -> Iterator[tuple[Tensor, Tensor]]:
-            home, order = self.labels.device, None
+            order = None
             if shuffle:
                 drawn_on = home if generator is None else generator.device
                 order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home)
@@ -102,15 +104,14 @@ class Images(Dataset[tuple[Tensor, int]]):
                 images = images if self.augment is None else self.augment(images)
                 yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
 
-        return one_pass()
+        return one_pass()  # a generator function would refuse a wrong batch_size at its first batch only
 
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set as `load` returns it.
+    """A data set as `load` returns it, with the mean and deviation of its training pixels in [0, 1], per channel.
 
-    `mean` and `std` are those of the training pixels in [0, 1], one per channel. Nothing applies them for you:
-    normalise in the model, or with `normalize`.
+    Nothing applies them for you: normalise in the model, or with `normalize`.
     """
 
     name: str
@@ -127,9 +128,7 @@ class Splits:
 
 
 def load(name: str) -> Splits:
-    """Load the data set `name`: "mnist-mini", "mnist", "fashion-mnist" or "cifar10".
-
-    "mnist-mini" ships with BayesTrain; the others are downloaded at their first use. Checksums are always compared.
+    """Load "mnist-mini", which ships with BayesTrain, or "mnist", "fashion-mnist" or "cifar10", fetched at first use.
 
     >>> digits = load("mnist-mini")
     >>> digits.train
@@ -138,24 +137,22 @@ def load(name: str) -> Splits:
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))
     """
-    place, spec = get(name), find_spec(name)
-    contents = [file.read(place) for file in spec.files]
+    files, spec = contents(name), SPECS[name]
     if name == "cifar10":
-        batches = [cifar_batch(content) for content in contents]
+        batches = [cifar_batch(content) for content in files]
         train = Images(torch.cat([x for x, _ in batches[:-1]]), torch.cat([y for _, y in batches[:-1]]))
         test = Images(*batches[-1])
     else:
-        x, y, x_test, y_test = (idx(content) for content in contents)
+        x, y, x_test, y_test = (idx(content) for content in files)
         train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
-    return Splits(name, train, test, spec.classes, spec.mean, spec.std)
+    return Splits(name, train, test, tuple(spec.classes), tuple(spec.mean), tuple(spec.std))
 
 
 def idx(content: bytes) -> Tensor:
     """The uint8 tensor of an idx file: a big-endian header of type, number of dimensions and sizes, then the bytes."""
-    dimensions = content[3]
-    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
-    # A bytearray, because torch warns about tensors over read-only memory.
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    start = 4 + 4 * content[3]
+    shape = struct.unpack(f">{content[3]}I", content[4:start])
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)  # torch warns on bytes
 
 
 def cifar_batch(content: bytes) -> tuple[Tensor, Tensor]:

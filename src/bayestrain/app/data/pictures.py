@@ -1,11 +1,8 @@
 """Picture files of any size and mode, converted to the images a network was trained on."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -14,7 +11,6 @@ from bayestrain.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
 """Formats that are opened, whatever the file is called. Others of Pillow's run programs (EPS starts Ghostscript)."""
-MOST_PIXELS = 64 * 2**20
 BRIGHT = 127
 
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is raised is enough
@@ -22,15 +18,8 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-class Picture(NamedTuple):
-    """A picture ready for the network: uint8 (C, H, W), and what was changed."""
-
-    pixels: Array
-    changes: list[str]
-
-
-def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> Picture:
-    """Read a picture file and convert it to `shape` (C, H, W); 1 channel is grey, 3 are red, green and blue.
+def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> tuple[Array, list[str]]:
+    """Read a picture file as uint8 `shape`, (C, H, W); 1 channel is grey, 3 are red, green and blue. Also what changed.
 
     `invert` swaps dark and bright, or not. None decides for grey networks, which expect bright things on black: a
     picture with a bright edge is inverted, unless it already has the size of the network's images and nothing
@@ -47,18 +36,18 @@ def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None)
         changes.append("transparent to white")
     fits = image.size == (width, height)
     image = _eight_bits(image, mode)
-    edge = _edge(image)
+    pixels = np.asarray(image).reshape(image.height, image.width, -1)
+    edge = np.median(np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]), axis=0)
     if invert is None:
-        invert = channels == 1 and (transparent or not fits) and int(np.median(edge)) > BRIGHT
+        invert = channels == 1 and (transparent or not fits) and edge[0] > BRIGHT
     if not fits:
         changes.insert(0, f"{image.width}x{image.height} to {width}x{height}")
-        background = tuple(int(level) for level in np.median(edge, axis=0))
+        background = tuple(int(level) for level in edge)
         image = ImageOps.pad(image, (width, height), Image.Resampling.LANCZOS, color=background)
     if invert:
         image = ImageOps.invert(image)
         changes.append("inverted")
-    pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, channels)
-    return Picture(pixels.transpose(2, 0, 1).copy(), changes)
+    return np.array(image, dtype=np.uint8).reshape(height, width, channels).transpose(2, 0, 1).copy(), changes
 
 
 def _open(path: Path) -> Image.Image:
@@ -68,9 +57,6 @@ def _open(path: Path) -> Image.Image:
             warnings.simplefilter("ignore")  # such as odd EXIF data
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    raise Image.DecompressionBombError
-                image.load()
                 return ImageOps.exif_transpose(image)
     except UnidentifiedImageError:
         raise DataError(f"{path} is not an image, or not one of {', '.join(FORMATS)}. Convert it to PNG.") from None
@@ -91,9 +77,3 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
     return image if image.mode == mode else image.convert("RGB").convert(mode)
-
-
-def _edge(image: Image.Image) -> Array:
-    """The pixels along the four sides, (n, channels)."""
-    pixels = np.asarray(image).reshape(image.height, image.width, -1)
-    return np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from bayestrain.app.report.certainty import confidence, covered, right
+from bayestrain.app.report.facts import confidence, covered, join, number, percent, plural, right
 from bayestrain.app.report.read import Run
-from bayestrain.app.report.words import join, number, percent, plural
 
 AT_MAXIMUM = 0.25
 """Part of the bonds that may keep their maximum rank before a larger one is worth a try."""
@@ -15,20 +14,19 @@ MISCALIBRATED, CUT_LOSS = 0.02, 0.01
 
 def advice(run: Run) -> list[str]:
     """Sentences, the most pressing first; never empty."""
-    return [*_training(run), *run.posterior.get("warnings", ()), *_ranks(run), *_certainty(run)] or [
+    return [*_training(run), *run.result["posterior"].get("warnings", ()), *_ranks(run), *_certainty(run)] or [
         "Nothing here calls for another run: use the saved model, for example with “bayestrain predict”."
     ]
 
 
 def _training(run: Run) -> Iterator[str]:
-    if not run.result:
-        reached = f"after epoch {run.history[-1]['epoch']}" + (f" of {run.epochs}" if run.epochs else "")
-        yield f"The run is in progress or was stopped {reached}. To resume it, add --resume to its command."
+    if not run.finished:
+        yield f"The run was stopped or is still at epoch {run.progress}. To resume it, add --resume to its command."
     broken = [line["epoch"] for line in run.history if not isfinite(line.get("train_loss", 0.0))]
     if broken:
         yield f"The training loss is not finite from epoch {broken[0]} on: lower lr in [fit], or clip gradients."
-    held = [line["validation"] | {"epoch": line["epoch"]} for line in run.history]
-    scores = [(line["log_likelihood"], line["epoch"]) for line in held if "log_likelihood" in line]
+    held = [(line["validation"].get("log_likelihood"), line["epoch"]) for line in run.history]
+    scores = [(score, epoch) for score, epoch in held if score is not None]
     if len(scores) < 5:
         return
     (best, at), (last, end) = max(scores), scores[-1]
@@ -38,23 +36,24 @@ def _training(run: Run) -> Iterator[str]:
             f"It overfits: validation log likelihood was best at epoch {at} ({number(best)}) and ended at "
             f"{number(last)}. Train for fewer epochs, or raise weight in [prior]."
         )
-    elif run.result and at == end and last - max(s for s, n in scores if n <= 0.8 * end) > 0.05 * gained > 0:
+    elif run.finished and at == end and last - max(s for s, n in scores if n <= 0.8 * end) > 0.05 * gained > 0:
         yield "Validation log likelihood was still rising at the end: train longer (epochs in [fit])."
 
 
 def _ranks(run: Run) -> Iterator[str]:
-    layers, search = run.tensor_layers, [line for line in run.history if line["phase"] == "search"]
-    bonds = [bond for layer in layers for bond in zip(layer.ranks, layer.start_ranks, strict=True) if bond[1] > 1]
-    larger = [layer.name for layer in layers if (layer.ratio or 1) < 1]
+    search, starts = [line for line in run.history if line["phase"] == "search"], run.result["start_ranks"]
+    layers = [(name, ranks, starts[name]) for name, ranks in run.result["ranks"].items()]
+    bonds = [bond for _, *ends in layers for bond in zip(*ends, strict=True) if bond[1] > 1]
+    larger = [name for name, about in run.result["layers"].items() if about["dense"] < about["now"]]
     if larger:
         yield f"Smaller as dense layers: {_few(larger)}. List them under keep_dense in [tensorize], or lower max_rank."
-    if not bonds or not search or not run.result:
+    if not bonds or not search or not run.finished:
         return
     if all(now == start for now, start in bonds):
         weight = number(max(line.get("prior_weight", 0.0) for line in search))
         yield f"No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached {weight}."
         return
-    collapsed = [layer.name for layer in layers if max(layer.ranks) == 1 < max(layer.start_ranks)]
+    collapsed = [name for name, ranks, start in layers if max(ranks) == 1 < max(start)]
     if collapsed:
         yield (
             f"{plural(len(collapsed), 'layer')} collapsed to rank 1 ({_few(collapsed)}), which may be a bottleneck: "
@@ -70,8 +69,8 @@ def _ranks(run: Run) -> Iterator[str]:
     sizes = [line["parameters"] for line in search]
     if len(sizes) >= 10 and sizes[-1] < 0.98 * sizes[-1 - len(sizes) // 10]:
         yield "The search ended while ranks were still being pruned: more epochs in [fit] give a smaller network."
-    before, after = search[-1]["validation"].get("accuracy"), run.scores("validation").get("accuracy")
-    if before is not None and after is not None and before - after > CUT_LOSS:
+    before, after = (scores.get("accuracy", 0.0) for scores in (search[-1]["validation"], run.result["validation"]))
+    if before - after > CUT_LOSS:
         yield (
             f"The final cut cost {100 * (before - after):.1f} points of validation accuracy: cut less (a lower "
             "round_tol or target in [fit]), or fine-tune longer (finetune_epochs)."
@@ -79,8 +78,8 @@ def _ranks(run: Run) -> Iterator[str]:
 
 
 def _certainty(run: Run) -> Iterator[str]:
-    found, metrics, posterior = run.predictions, run.scores("metrics"), run.posterior
-    ece, calibrated = metrics.get("ece", 0.0), run.scores("calibrated")
+    found, metrics, posterior = run.predictions, run.result["metrics"], run.result["posterior"]
+    ece, calibrated = metrics.get("ece", 0.0), run.result["calibrated"]
     remedy = "calibrate on validation data" + ("" if posterior else ", or train a posterior (particles in [posterior])")
     if calibrated.get("ece", ece) < ece:
         remedy = f"predict at temperature {calibrated['temperature']:.2f}, which lowers the calibration error from "
@@ -95,8 +94,7 @@ def _certainty(run: Run) -> Iterator[str]:
     if "mean" in found and not 0.83 <= (held := covered(found, 0.9)) <= 0.97:
         claim = "narrow" if held < 0.9 else "wide"
         yield f"Its intervals are too {claim} (those of 90% hold {percent(held, 1)} of the true values): {remedy}."
-    alone, together = posterior.get("mean_log_likelihood"), metrics.get("log_likelihood")
-    if alone is not None and together is not None and together <= alone:
+    if metrics.get("log_likelihood", 0.0) <= posterior.get("mean_log_likelihood", -float("inf")):
         yield "The particles together are no better than one alone: a single network would do."
 
 

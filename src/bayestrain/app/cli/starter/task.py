@@ -1,12 +1,8 @@
 """A small regression to start from: `table.csv` has one row per example, inputs first and the target last.
 
-Replace the table with your own, or change `loaders` and `build` to any data and any network. Then type one of
-
-    bayestrain train --config run.toml --out first    # trains, and writes first/report.html
-    python task.py                                    # the same loop, called from Python
+Replace the table with your own, or change `loaders` and `build` to any data and any network. Then train it with
+`bayestrain train --config run.toml --out first`, or from Python with `python task.py`.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -43,10 +39,8 @@ class Scaled(nn.Module):
 def build() -> nn.Module:
     """The network as you would write it without BayesTrain, which factorises its linear and convolution layers."""
     x, y = loaders()[0]
-    network = nn.Sequential(
-        nn.Linear(x.shape[1], 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, y.shape[1])
-    )
-    return Scaled(network, x, y)
+    layers = [nn.Linear(x.shape[1], 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, y.shape[1])]
+    return Scaled(nn.Sequential(*layers), x, y)
 
 
 if __name__ == "__main__":

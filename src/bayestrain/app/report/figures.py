@@ -1,0 +1,228 @@
+"""The figures of a run. Matplotlib's own SVG, embedded as an image.
+
+As an image a figure cannot leak matplotlib's ids and styles into the page, and has an alternative text.
+"""
+
+import base64
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+
+from bayestrain.app.report.facts import FEW_LAYERS, Arrays, confidence, covered, errors, percent, right
+from bayestrain.app.report.read import Array, Run
+
+BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
+"""After Okabe and Ito: colours that colour-blind readers can tell apart."""
+WIDTH = 4.0
+"""Inches: narrow enough that a phone shows the text at nearly its natural size."""
+BINS = 15
+CURVES = {
+    "Size": ("parameters", "parameters", 1, ""),
+    "Log likelihood": ("log likelihood per example", "train_loss", -1, "log_likelihood"),
+    "Prior": ("the prior’s term of the loss", "prior_loss", 1, ""),
+    "Accuracy": ("accuracy (%)", "train_accuracy", 1, "accuracy"),
+    "RMSE": ("RMSE", "", 1, "rmse"),
+}
+"""Of every figure over the epochs: its label, the key and sign of what it shows of training, and a validation score."""
+
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "bayestrain", "text.parse_math": False, "font.size": 9.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.formatter.limits": (-4, 9),
+    "axes.grid": True, "axes.axisbelow": True, "axes.edgecolor": GREY, "grid.color": "#dfe3e8", "grid.linewidth": 0.6,
+    "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "lines.linewidth": 1.7,
+    "legend.frameon": False, "legend.fontsize": 9, "legend.borderaxespad": 0.2, "savefig.transparent": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure as a data address."""
+
+    title: str
+    caption: str
+    source: str
+
+
+@contextmanager
+def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "", height: float = 3.2) -> Iterator[Axes]:
+    """Axes to draw on; then the figure joins `plots`. An axis whose label ends in (%) shows parts as percentages."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has it
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=x, ylabel=y)
+        for axis, label in ((axes.xaxis, x), (axes.yaxis, y)):
+            if label.endswith("(%)"):
+                axis.set_major_formatter(PercentFormatter(1, symbol=""))
+        yield axes
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            figure.legend(loc="outside upper left", ncols=2, columnspacing=1.0, handlelength=1.6)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plots.append(Plot(title, caption, _address("image/svg+xml", buffer)))
+
+
+def picture(pixels: Array) -> str:
+    """An image (channels, height, width) of any value range as a PNG in a data address."""
+    low, high = float(pixels.min()), float(pixels.max())
+    scaled, buffer = (pixels - low) / max(high - low, 1e-30), io.BytesIO()
+    imsave(buffer, scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0), cmap="gray", format="png")
+    return _address("image/png", buffer)
+
+
+def _address(kind: str, buffer: io.BytesIO) -> str:
+    return f"data:{kind};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def short(name: str) -> str:
+    """The end of a long name, so that a figure has room for more than names."""
+    return name if len(name) <= 22 else f"…{name[-21:]}"
+
+
+def rank_plots(run: Run) -> list[Plot]:
+    """Ranks and size over the epochs, and what every bond held before the final cut."""
+    names, lines, plots = list(run.result["ranks"]), [line for line in run.history if line["ranks"]], list[Plot]()
+    if names and len(lines) > 1:
+        share = [[sum(line["ranks"][name]) / sum(run.result["start_ranks"][name]) for line in lines] for name in names]
+        height, step = 1.3 + min(0.22 * len(names), 6.5), -(-len(names) // 40)
+        with drawn(plots, "Ranks over the epochs", "Dark is full rank; lighter is pruned.", height=height) as axes:
+            edges = (lines[0]["epoch"] - 0.5, lines[-1]["epoch"] + 0.5, len(names) - 0.5, -0.5)
+            image = axes.imshow(share, "Blues", aspect="auto", vmin=0, vmax=1, interpolation="nearest", extent=edges)
+            axes.set_yticks(range(0, len(names), step), [short(name) for name in names[::step]], fontsize=8)
+            axes.grid(False)
+            _epochs(axes, run)
+            percents, about = PercentFormatter(1), "share of the starting rank"
+            axes.figure.colorbar(image, location="top", fraction=0.04, aspect=40, format=percents, label=about)
+    plots += curves(run, "Size")
+    if run.spectra:
+        _spectra(plots, run)
+    return plots
+
+
+def _spectra(plots: list[Plot], run: Run) -> None:
+    largest = sorted(run.spectra, key=lambda name: -run.result["layers"][name]["dense"])[:FEW_LAYERS]
+    caption = (
+        "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: where "
+    )
+    caption += "there is a gap between them, the choice of the tolerance hardly matters."
+    if len(run.spectra) > FEW_LAYERS:
+        caption += f" Only the {FEW_LAYERS} largest layers are shown."
+    with drawn(plots, "Spectra at the final cut", caption, "rank index") as axes:
+        for colour, name in zip(SERIES, largest, strict=False):
+            for bond, (values, kept) in enumerate(run.spectra[name]):
+                relative, index = np.maximum(values / max(values.max(), 1e-30), 1e-8), np.arange(1, len(values) + 1)
+                label = "" if bond else short(name)
+                axes.plot(index[:kept], relative[:kept], "o-", color=colour, markersize=4, linewidth=0.8, label=label)
+                axes.plot(index[kept:], relative[kept:], "x", color=colour, markersize=4)
+        axes.set_yscale("log")
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
+        axes.set_ylim(min(axes.get_ylim()[0], 0.05), 2)
+
+
+def curves(run: Run, *titles: str) -> list[Plot]:
+    """Values over the epochs: the lines that have at least two points."""
+    plots = list[Plot]()
+    for title in titles:
+        label, key, sign, held = CURVES[title]
+        training = [(line["epoch"], sign * line[key]) for line in run.history if key in line]
+        validation = [(line["epoch"], line["validation"][held]) for line in run.history if held in line["validation"]]
+        lines = {"training": training, "validation": validation}
+        if max(len(training), len(validation)) > 1:
+            with drawn(plots, title, "", y=label) as axes:
+                for look, (name, points) in zip(("-", "--"), lines.items(), strict=True):
+                    if len(points) > 1:
+                        axes.plot(*zip(*points, strict=True), look, color=BLUE if look == "-" else ORANGE, label=name)
+                _epochs(axes, run)
+    return plots
+
+
+def _epochs(axes: Axes, run: Run) -> None:
+    """Name the axis of epochs, and mark where fine-tuning begins."""
+    start = next((line["epoch"] for line in run.history if line["phase"] == "finetune"), None)
+    axes.set_xlabel("epoch" if start is None else "epoch (dotted: fine-tuning begins)")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if start is not None:
+        axes.axvline(start - 0.5, color=INK, linewidth=0.9, linestyle=":")
+
+
+def certainty_plots(run: Run) -> list[Plot]:
+    """Whether probabilities and intervals mean what they say, and where uncertainty comes from."""
+    found, plots = run.predictions, list[Plot]()
+    if "labels" in found:
+        sure, hit = confidence(found), right(found)
+        bins = [places for places in np.array_split(np.argsort(sure), BINS) if len(places)]
+        promised, kept = ([values[places].mean() for places in bins] for values in (sure, hit))
+        _calibration(plots, promised, kept, "answers given with 90% confidence are right", "confidence", "accuracy")
+        _rejection(plots, found)
+    elif found:
+        shares = np.linspace(0.05, 0.99, 40)
+        inside = [covered(found, share) for share in shares]
+        _calibration(plots, shares, inside, "90% intervals hold the true value", "interval", "true values inside")
+        _fit(plots, found)
+    if found and found["epistemic"].any():
+        _sources(plots, found)
+    return plots
+
+
+def _calibration(plots: list[Plot], promised: Any, kept: Any, promise: str, x: str, y: str) -> None:
+    caption = f"On the dotted line, {promise} 90% of the time; below it, the predictions are overconfident."
+    with drawn(plots, "Calibration", caption, f"{x} (%)", f"{y} (%)") as axes:
+        axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
+        axes.plot(promised, kept, "o-", color=BLUE, linewidth=1, markersize=3.5)
+
+
+def _rejection(plots: list[Plot], found: Arrays) -> None:
+    hit = right(found)[np.argsort(found["total"], kind="stable")]
+    answered = np.arange(1, len(hit) + 1)
+    accuracy = np.cumsum(hit) / answered
+    at_90 = percent(accuracy[round(0.9 * (len(hit) - 1))])
+    caption = (
+        f"It is right on {at_90} of the 90% of inputs it is most certain of, and on {percent(accuracy[-1])} of all."
+    )
+    labels = ("inputs answered, most certain first (%)", "accuracy on them (%)")
+    with drawn(plots, "Accuracy if it may abstain", caption, *labels) as axes:
+        shown = _spread(answered[len(hit) // 10 :] - 1, 150)
+        axes.plot(answered[shown] / len(hit), accuracy[shown], color=BLUE)
+
+
+def _fit(plots: list[Plot], found: Arrays) -> None:
+    caption = "With 90% intervals; on the dotted line the prediction is exact."
+    for column in range(min(found["mean"].shape[1], 3)):
+        target, mean, std = (found[name][:, column] for name in ("targets", "mean", "std"))
+        x, ends = _spread(np.argsort(target, kind="stable"), 200), [target.min(), target.max()]
+        name = f"true value of output {column + 1}"
+        with drawn(plots, "Predicted and true values", caption, name, "predicted") as axes:
+            axes.errorbar(target[x], mean[x], 1.645 * std[x], fmt=".", color=BLUE, ecolor=GREY, elinewidth=0.8)
+            axes.plot(ends, ends, ":", color=INK, linewidth=1, zorder=3)
+
+
+def _sources(plots: list[Plot], found: Arrays) -> None:
+    aleatoric, epistemic = (found[name].ravel() for name in ("aleatoric", "epistemic"))
+    if "mean" in found:
+        good, names, unit = np.abs(errors(found)).ravel() < 1.645, ("in the 90% interval", "outside"), "variance"
+    else:
+        good, names, unit = right(found), ("right", "wrong"), "nats"
+    share = percent(epistemic.sum() / (aleatoric + epistemic).sum(), 1)
+    caption = f"Aleatoric uncertainty is noise in the data. Epistemic uncertainty, {share} of the total, is where the "
+    caption += "particles disagree; more data would reduce it."
+    labels = (f"aleatoric ({unit})", f"epistemic ({unit})")
+    with drawn(plots, "Where uncertainty comes from", caption, *labels) as axes:
+        for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):
+            places = _spread(np.flatnonzero(inside), 600)
+            axes.plot(aleatoric[places], epistemic[places], marker, color=colour, markersize=3.5, label=name)
+
+
+def _spread(places: Array, most: int) -> Array:
+    """At most so many of the places, evenly spread."""
+    return places if len(places) <= most else places[np.linspace(0, len(places) - 1, most).astype(int)]
