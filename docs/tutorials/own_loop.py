@@ -13,7 +13,7 @@ import bayestrain as bt
 from bayestrain import data
 
 torch.set_num_threads(1)  # products this small gain nothing from a second thread
-digits = data.load("mnist-mini")  # 6,000 training and 1,000 test images, embedded in the package
+digits = data.load("mnist-mini")  # 10,000 training and 2,000 test images, embedded in the package
 train, held_out = digits.train.split(0.1, seed=0)
 EPOCHS, BATCH = 10, 64
 STEPS = -(-len(train) // BATCH)
