@@ -191,9 +191,25 @@ def main() -> None:
     }
     lines: list[dict[str, Any]] = []
 
+    report = {
+        "command": f"python benchmarks/old_and_new.py --device {options.device} --rounds {options.rounds}",
+        "old_commit": OLD_COMMIT,
+        "limit": LIMIT,
+        "rows": lines,
+        "load_average": list(os.getloadavg()),
+        "environment": environment(options.device),
+    }
+    if options.commit:
+        report["environment"]["commit"] = options.commit
+    options.results.mkdir(parents=True, exist_ok=True)
+
     def add(row: str, measure: Mapping[str, Callable[[], float]], rounds: int) -> None:
         lines.append({"row": row, **compare(measure, rounds)})
         print(described(lines[-1]), flush=True)
+        if not options.only:  # after every row, so that a run that is stopped leaves what it has
+            text = json.dumps(report, indent=1) + "\n"
+            (options.results / f"old-and-new-{options.device}.json").write_text(text)
+            (options.results / "README.md").write_text(page(options.results))
 
     for row in versions["new"].rows:
         if options.only not in row:
@@ -206,21 +222,6 @@ def main() -> None:
     if options.device == "cpu" and not options.only:
         for row, code in IMPORTS.items():
             add(row, {name: partial(version.imported, code) for name, version in versions.items()}, 7)
-    report = {
-        "command": f"python benchmarks/old_and_new.py --device {options.device} --rounds {options.rounds}",
-        "old_commit": OLD_COMMIT,
-        "limit": LIMIT,
-        "rows": lines,
-        "load_average": list(os.getloadavg()),
-        "environment": environment(options.device),
-    }
-    if options.commit:
-        report["environment"]["commit"] = options.commit
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"old-and-new-{options.device}.json"
-    if not options.only:
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        (options.results / "README.md").write_text(page(options.results))
     slower = [line["row"] for line in lines if line["over_old"]["median"] > LIMIT]
     print(f"slower than {LIMIT} of before: {', '.join(slower) or 'none'}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import sys
 import tempfile
@@ -64,7 +63,9 @@ def images(shape: tuple[int, ...], number: int) -> Any:
     return Images(pixels, torch.randint(0, 10, (number,), generator=generator)).to(DEVICE)
 
 
-def train(model: nn.Module, data: Any, epochs: int, precision: str = "float32", **options: Any) -> Any:
+def train(
+    model: nn.Module, data: Any, epochs: int, precision: str = "float32", align_every: int = 100, **options: Any
+) -> Any:
     """`fit` without cuts on the way."""
     settings = {
         "epochs": epochs, "finetune_epochs": 0, "batch_size": BATCH, "lr": 1e-4, "compact_every": 0,
@@ -73,10 +74,14 @@ def train(model: nn.Module, data: Any, epochs: int, precision: str = "float32", 
     if OLD:
         from bayestrain.train.fitting import fit
 
-        from bayestrain.train.config import FitConfig
+        from bayestrain.train.config import FitConfig, PriorConfig
 
-        return fit(model, data, None, FitConfig(**settings), device=DEVICE, **options)
-    return bayestrain.fit(model, data, device=DEVICE, progress=False, **settings, **options)
+        prior = PriorConfig(align_every=align_every)
+        return fit(model, data, None, FitConfig(**settings), prior=prior, device=DEVICE, **options)
+    from bayestrain.train import PriorConfig
+
+    prior = PriorConfig(align_every=align_every)
+    return bayestrain.fit(model, data, device=DEVICE, progress=False, prior=prior, **settings, **options)
 
 
 def posterior(number: int) -> Any:
@@ -133,17 +138,20 @@ def one_layer(model: nn.Module, x: Tensor, training: bool) -> Call:
     return forward_and_backward if training else forward
 
 
-def epoch(name: str, rank: int, shape: tuple[int, ...], number: int, precision: str) -> Calls:
+def epoch(
+    name: str, rank: int, shape: tuple[int, ...], number: int, precision: str, align_every: int, before: int
+) -> Calls:
     """An epoch of MAP training by `fit`, as it counts its seconds itself: captured on a GPU, prior and lambda included.
 
-    The dense network has a Normal prior. Alignments, every hundred steps, are in it; the first 200 steps, with more of
-    them in the new version and with the capture, are not.
+    The dense network has a Normal prior. The epochs `before` are not counted: the capture is in them, and alignments
+    that are more frequent at first.
     """
-    data, before = images(shape, number), math.ceil(200 / (number // BATCH))
+    data = images(shape, number)
 
     def call(rank: int) -> float:
         search = {"search": bool(rank)} if OLD else {}
-        history = train(tensorized(name, rank).to(DEVICE), data, before + 3, precision, **search).history
+        model = tensorized(name, rank).to(DEVICE)
+        history = train(model, data, before + 3, precision, align_every, **search).history
         seconds = [line["seconds"] for line in history]
         return (seconds[before + 3] - seconds[before]) / 3
 
@@ -169,7 +177,6 @@ def rows() -> dict[str, Callable[[], Calls]]:
     """Every row by name."""
     torch.manual_seed(0)
     x, picture = torch.randn(BATCH, 784), torch.randn(8, 128, 32, 32)
-    kinds = {"cpu": ("float32",), "cuda": ("tf32", "bf16")}[DEVICE]
     found: dict[str, Callable[[], Calls]] = {
         "784x625, rank 20, batch 128, training": lambda: layer(linear(20), x),
         "784x625, ranks 4 2 3, batch 128, training": lambda: layer(linear((4, 2, 3)), x),
@@ -177,19 +184,23 @@ def rows() -> dict[str, Callable[[], Calls]]:
         "784x625, ranks 4 2 3, batch 128, inference": lambda: layer(linear((4, 2, 3)), x, training=False),
         "784x625, ranks 4 2 3, batch 1, inference": lambda: layer(linear((4, 2, 3)), x[:1], training=False),
         "conv 3x3 128->128 on 32x32, middle bond 16, batch 8, training": lambda: layer(convolution(16), picture),
-        "MNIST network, 100 steps of MAP training": lambda: epoch("mnist_mlp", 20, (1, 28, 28), 12_800, "float32"),
+        "MNIST network, 100 steps of MAP training": lambda: epoch(
+            "mnist_mlp", 20, (1, 28, 28), 12_800, "float32", 100, 2
+        ),
         "MNIST network, a step of 20 particles": lambda: particles(20),
         "resume": resume,
     }
     if DEVICE == "cuda":
-        found = {
+        found = {"MNIST network, an SVGD step of 50 particles": lambda: particles(50)}
+        found |= {  # as in the presets of these networks, without alignment
             f"{title}, 40 captured steps of MAP training, {kind}": (
-                lambda name=name, rank=rank, kind=kind: epoch(name, rank, (3, 32, 32), 5_120, kind)
+                lambda name=name, rank=rank, kind=kind: epoch(
+                    name, rank, (3, 32, 32), 5_120, kind, align_every=0, before=1
+                )
             )
-            for kind in kinds
+            for kind in ("bf16", "tf32")
             for title, name, rank in (("CNN", "cifar10_cnn", 30), ("ResNet-110", "resnet110", 20))
         }
-        found["MNIST network, an SVGD step of 50 particles"] = lambda: particles(50)
     return found
 
 
