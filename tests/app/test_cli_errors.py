@@ -155,7 +155,7 @@ def test_finished_runs_are_wanted() -> None:
         ("broken.pt", "no", "cannot be read"),
         ("a.png", "", "must be a .csv, .npy, .pt file: an input has the shape 2"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_files_that_cannot_be_predicted(name: str, content: Any, reason: str) -> None:
     if isinstance(content, str):
