@@ -29,6 +29,8 @@ from typing import Any
 
 OLD_COMMIT = "a19cf68"
 LIMIT = 1.05
+LONG = 1.0
+"""Seconds from which on a call is long: it warms up by itself, and fewer rounds measure it."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "benchmarks"
 
@@ -101,13 +103,16 @@ def old_source(folder: Path | None) -> Path:
     return place / "src"
 
 
-def measurement(version: Version, what: str, at_least: float) -> Callable[[], float]:
-    """Measures so many calls that they last this long; the first ones warm up."""
-    calls = 1
+def measurement(version: Version, what: str, at_least: float) -> tuple[Callable[[], float], bool]:
+    """Measures so many calls that they last this long, the first ones to warm up; and whether a single call is long."""
+    started = time.perf_counter()
     version.seconds(1, what)
+    if time.perf_counter() - started > LONG:
+        return lambda: version.seconds(1, what), True
+    calls = 1
     while (took := version.seconds(calls, what) * calls) < at_least:
         calls = min(max(calls + 1, int(1.2 * calls * at_least / max(took, 1e-7))), 10 * calls)
-    return lambda: version.seconds(calls, what)
+    return lambda: version.seconds(calls, what), False
 
 
 def compare(measure: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
@@ -215,10 +220,11 @@ def main() -> None:
         if options.only not in row:
             continue
         calls = {name: version.ask(open=row)["calls"] for name, version in versions.items()}
-        measure = {name: measurement(version, "ours", 0.05) for name, version in versions.items()}
+        found = {name: measurement(version, "ours", 0.05) for name, version in versions.items()}
         if "dense" in calls["new"]:
-            measure["dense"] = measurement(versions["new"], "dense", 0.05)
-        add(row, measure, options.rounds if measure["old"]() < 0.5 else max(options.rounds // 3, 3))
+            found["dense"] = measurement(versions["new"], "dense", 0.05)
+        fewer = max(options.rounds // 3, 3) if found["old"][1] else options.rounds
+        add(row, {name: measure for name, (measure, _) in found.items()}, fewer)
     if options.device == "cpu" and not options.only:
         for row, code in IMPORTS.items():
             add(row, {name: partial(version.imported, code) for name, version in versions.items()}, 7)
