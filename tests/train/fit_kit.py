@@ -29,8 +29,9 @@ def classes(number: int = 600, seed: int = 0) -> tuple[Tensor, Tensor]:
 TRAIN, HELD_OUT = classes(), classes(200, seed=1)
 
 
-def network(*, dropout: float = 0.1, norm: bool = False, max_rank: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
+def network(*, dropout: float = 0.1, norm: bool = False, max_rank: int = 8, seed: int | None = 0) -> nn.Sequential:
+    if seed is not None:
+        torch.manual_seed(seed)
     middle = [nn.BatchNorm1d(32)] if norm else []
     model = nn.Sequential(nn.Linear(24, 32), *middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3))
     tensorize_(model, TensorizeConfig(max_rank=max_rank))
@@ -91,12 +92,9 @@ class Listener(Callback):
         self.calls.append("end")
 
 
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    """Bit for bit."""
-    assert_same_tensors(one.state_dict(), other.state_dict())
-
-
-def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_same(one: nn.Module | dict[str, Tensor], other: nn.Module | dict[str, Tensor]) -> None:
+    """The same names, and the same tensors bit for bit."""
+    one, other = (each.state_dict() if isinstance(each, nn.Module) else each for each in (one, other))
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
@@ -123,7 +121,7 @@ def assert_resumes(
         file.write('{"epoch": 9}\n{"epo')  # killed while it wrote a line
     torch.rand(7)  # another program's use of the global generator does not matter
     result = train(build, data(), folder=folder, resume=True, **options)
-    assert_same_tensors(tensors(result), tensors(expected))
+    assert_same(tensors(result), tensors(expected))
     assert without_seconds(result.history) == without_seconds(expected.history)
     assert (result.spectra, result.start_ranks) == (expected.spectra, expected.start_ranks)
     assert [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()] == result.history

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fit_kit import HELD_OUT, TRAIN, Listener, assert_resumes, assert_same_tensors, network, tensors, train
+from fit_kit import HELD_OUT, TRAIN, Listener, assert_resumes, assert_same, network, tensors, train
 from torch import nn
 
 from bayestrain.errors import ConfigError, TrainingError
-from bayestrain.nn import TensorizeConfig, ranks, tensorize_
+from bayestrain.nn import ranks
 from bayestrain.posterior import RegressionPrediction, around, independent
 
-
-def build() -> nn.Module:
-    model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
-    tensorize_(model, TensorizeConfig(max_rank=6))
-    return model
+build = partial(network, norm=True, max_rank=6, seed=None)
 
 
 def posterior(**options: Any) -> Any:
@@ -110,7 +107,7 @@ def test_a_particle_that_breaks_is_dropped_and_named(tmp_path: Path) -> None:
     assert "particles [1] have values that are not finite and were dropped; 3 are left" in heard.messages
     assert result.history[-1]["particles"] == 3
     resumed = train(independent(build, 4), folder=tmp_path, resume=True)
-    assert_same_tensors(tensors(resumed), tensors(result))
+    assert_same(tensors(resumed), tensors(result))
     with torch.no_grad():
         for model in models[1:]:
             model.get_parameter("4.bias").fill_(math.nan)
@@ -142,7 +139,7 @@ def test_a_posterior_that_diverges_is_a_training_error() -> None:
         ({"prior": False}, "prior=False is for one network, not for 3 particles"),
         ({"accumulate": 2}, r"fit\.accumulate is for one network.* Use chunk="),
         ({"precision": "fp16"}, r'"fp16" is for one network.* Use "bf16"'),
-        ({"model": [network(), network()]}, "There are 2 networks for 3 particles"),
+        ({"model": [network(), network()]}, "3 particles need as many networks, got 2"),
         ({"temperature": 0.5}, "svgd has no option 'temperature'"),
         ({"kernel": "imq", "method": "ensemble"}, "no option 'kernel'"),
         ({"method": "svdg"}, 'Did you mean "svgd"'),

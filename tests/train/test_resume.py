@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_resumes, assert_same_weights, network, train
-from torch import nn
+from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_resumes, assert_same, network, train
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayestrain.errors import ConfigError, Interrupted, TrainingError
@@ -49,14 +49,10 @@ DATA = {
 }
 
 
-def with_norm() -> nn.Module:
-    return network(norm=True)
-
-
 @pytest.mark.parametrize("stop", [0, 2, 4, 5])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp_path: Path) -> None:
-    result = assert_resumes(with_norm, tmp_path, stop, optimizer=optimizer, validation=HELD_OUT)
+    result = assert_resumes(partial(network, norm=True), tmp_path, stop, optimizer=optimizer, validation=HELD_OUT)
     assert len({record["parameters"] for record in result.history}) > 2  # cores really change their shapes
 
 
@@ -81,7 +77,7 @@ def test_the_network_that_was_interrupted_or_finished_may_be_resumed(tmp_path: P
     assert count_parameters(model) < count_parameters(network())
     for _ in range(2):
         result = train(model, folder=tmp_path, resume=True)
-        assert_same_weights(model, whole)
+        assert_same(model, whole)
         assert len(result.history) == 7
 
 
@@ -93,7 +89,7 @@ def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> 
     result = train(model, folder=tmp_path, resume=True, checkpoint_every=2, callbacks=[heard])  # may be another
     assert heard.calls[1] == "epoch 1"
     assert [record["epoch"] for record in result.history] == list(range(7))
-    assert_same_weights(model, whole)
+    assert_same(model, whole)
 
 
 def test_ctrl_c_without_a_folder_is_a_keyboard_interrupt() -> None:
@@ -104,7 +100,6 @@ def test_ctrl_c_without_a_folder_is_a_keyboard_interrupt() -> None:
 def test_a_folder_is_resumed_with_the_same_settings_and_never_overwritten(tmp_path: Path) -> None:
     train(folder=tmp_path, epochs=1, finetune_epochs=1)
     checkpoint, fresh = (tmp_path / CHECKPOINT).read_bytes(), network()
-    before = {name: value.clone() for name, value in fresh.state_dict().items()}
     same: dict[str, Any] = {"epochs": 1, "finetune_epochs": 1, "folder": tmp_path}
     with pytest.raises(ConfigError, match="already holds a run"):
         train(fresh, **same)
@@ -122,7 +117,7 @@ def test_a_folder_is_resumed_with_the_same_settings_and_never_overwritten(tmp_pa
         train(fresh, folder=tmp_path / "mistyped", resume=True)
     assert not (tmp_path / "mistyped").exists()
     assert (tmp_path / CHECKPOINT).read_bytes() == checkpoint
-    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
+    assert_same(fresh, network())
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -142,7 +137,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path)
     )
     assert heard.calls[:3] == ["start", "cut", "epoch 3"]
     assert [record["epoch"] for record in result.history] == list(range(7))
-    assert_same_weights(model, whole)
+    assert_same(model, whole)
 
 
 @pytest.mark.parametrize("length", [0, 10, 64, 65, 1000, -1])
@@ -225,6 +220,5 @@ def test_killed_at_random_times_the_resumed_run_is_bit_identical(tmp_path: Path)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors.decode()
         one, other = (torch.load(place / "weights.pt", weights_only=True) for place in (folder, whole))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(value, other[name]) for name, value in one.items()), (kill, reached)
+        assert_same(one, other)
     assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"

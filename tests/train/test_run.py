@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,11 +42,6 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig.from_dict({"run": run, "fit": fit, "tensorize": {"max_rank": 4}})
 
 
-class StopAtStart:
-    def on_start(self, _: Any) -> None:
-        raise KeyboardInterrupt
-
-
 def test_a_run_is_trained_loaded_evaluated_and_finished_only_once(config: RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "run"
     result = train_run(config, out, command="typed")
@@ -74,7 +70,7 @@ def test_a_run_killed_at_any_time_does_not_forget_what_it_starts_from(
     ])  # fmt: skip
     whole, out = train_run(config, tmp_path / "whole"), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        train_run(config, out, callbacks=[StopAtStart()])
+        train_run(config, out, callbacks=[SimpleNamespace(on_start=Mock(side_effect=KeyboardInterrupt))])
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_run(configs.load(out / "config.toml"), out, resume=True)
     with pytest.raises(Interrupted):

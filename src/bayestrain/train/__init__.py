@@ -7,18 +7,6 @@ from bayestrain.train.folder import RunFolder
 from bayestrain.train.muon import Muon, muon_groups
 
 __all__ = [
-    "Callback",
-    "FitConfig",
-    "FitResult",
-    "Muon",
-    "Plan",
-    "PosteriorConfig",
-    "PriorConfig",
-    "ProgressPrinter",
-    "RunConfig",
-    "RunFolder",
-    "RunSettings",
-    "TensorizeSettings",
-    "fit",
-    "muon_groups",
-]
+    "Callback", "FitConfig", "FitResult", "Muon", "Plan", "PosteriorConfig", "PriorConfig", "ProgressPrinter",
+    "RunConfig", "RunFolder", "RunSettings", "TensorizeSettings", "fit", "muon_groups",
+]  # fmt: skip

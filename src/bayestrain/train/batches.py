@@ -21,24 +21,18 @@ KINDS = (
 class Batches:
     """An iterable of passes, the same for every kind of data.
 
-    Args:
-        data: one of `KINDS`, where images are any object with ``batches(batch_size, shuffle=, generator=, device=)``.
-            Inputs may be a tensor or a dict, list or tuple of tensors.
-        batch_size: of data that do not come in batches.
-        shuffle: draw a new order for each pass, from torch's global generator; data in batches decide themselves.
-        device: where the batches go.
-        name: what errors call the data.
+    `data` are one of `KINDS`, where images are any object with ``batches(batch_size, shuffle=, generator=, device=)``.
+    Inputs may be a tensor or a dict, list or tuple of tensors. `batch_size` and `shuffle`, which draws a new order for
+    each pass from torch's global generator, do not concern data that come in batches. Errors call the data `name`.
 
-    Attributes:
-        num_data, steps: data and batches of a pass; 0 until `count`, if only a pass can determine them.
+    `num_data` and `steps`, the data and batches of a pass, are 0 until `count`, if only a pass can determine them.
     """
 
     def __init__(self, data: Any, batch_size: int, *, shuffle: bool, device: torch.device, name: str = "data") -> None:
         if isinstance(data, Iterator):
-            raise ConfigError(
-                f"{name} must be iterable once per epoch, but a {type(data).__name__} ends with the first. Pass the "
-                "function that makes it, without calling it, or list(..) of it if it fits into memory."
-            )
+            remedy = "Pass the function that makes it, without calling it, or list(..) of it if it fits into memory."
+            kind = type(data).__name__
+            raise ConfigError(f"{name} must be iterable once per epoch, but a {kind} ends with the first. {remedy}")
         if isinstance(data, Dataset) and not hasattr(data, "batches"):
             data = DataLoader(data, batch_size, shuffle=shuffle and not isinstance(data, IterableDataset))
         self.data, self.batch_size, self.device, self.name = data, batch_size, device, name
@@ -56,9 +50,8 @@ class Batches:
             self.num_data, self._passes = sizes.pop(), partial(self._rows, self._moved(data), shuffle)
         elif isinstance(data, Iterable):
             self._passes, self.steps = lambda: data, length_hint(data)
-            sampler = getattr(data, "sampler", None)
-            if sampler is not None and getattr(getattr(data, "batch_sampler", None), "sampler", None) is sampler:
-                self.num_data = length_hint(sampler)
+            if isinstance(data, DataLoader) and getattr(data.batch_sampler, "sampler", None) is data.sampler:
+                self.num_data = length_hint(data.sampler)
         elif callable(data):
             self._passes = data
         else:
@@ -72,9 +65,8 @@ class Batches:
         steps = 0
         for batch in self._passes():
             if not (isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor)):
-                found = type(batch).__name__
-                if isinstance(batch, tuple | list):
-                    found += f" of {', '.join(type(entry).__name__ for entry in batch)}"
+                parts = ", ".join(type(entry).__name__ for entry in batch) if isinstance(batch, tuple | list) else ""
+                found = f"{type(batch).__name__} of {parts}" if parts else type(batch).__name__
                 raise ConfigError(
                     f"Every batch of {self.name} must be a pair (inputs, targets) with a tensor of targets, got a "
                     f"{found}. Wrap the data in a generator function that yields such pairs."

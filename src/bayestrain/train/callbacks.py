@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from bayestrain.compact import CompactReport
     from bayestrain.train.fit import FitResult
 
-STEP_LINES_EVERY = 10.0
-"""Seconds between lines within an epoch."""
+STEP_LINES_EVERY = 10.0  # seconds between lines within an epoch
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,6 @@ class Callback:
 
 class ProgressPrinter(Callback):
     """Prints a line per epoch, at most one every `every` seconds, with the time left; also when piped."""
-
-    plan: Plan
 
     def __init__(self, every: float = 0.5, file: TextIO | None = None) -> None:
         self.every, self.file, self.phase = every, file, ""

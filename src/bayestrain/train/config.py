@@ -1,27 +1,24 @@
 """The settings of a run: frozen dataclasses that check their values, and the TOML files that hold them."""
 
-import dataclasses
 import difflib
 import json
 import math
 import operator
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin
 
+import tomli_w
+
 from bayestrain.errors import ConfigError
 
-KINDS: dict[Any, tuple[Any, str]] = {
-    str: (str, "text in quotes"),
-    bool: (bool, "true or false"),
-    int: (Integral, "an integer"),
-    float: (Real, "a number"),
-    dict: (Mapping, "a table"),
-}
-"""Of every type of setting: what it accepts, and the words for it."""
+KINDS: dict[Any, tuple[Any, str]] = {  # of every type of setting: what it accepts, and the words for it
+    str: (str, "text in quotes"), bool: (bool, "true or false"), int: (Integral, "an integer"),
+    float: (Real, "a number"), dict: (Mapping, "a table"),
+}  # fmt: skip
 
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -58,10 +55,10 @@ class Section:
         cls.title = title
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
+        for each in fields(self):
             object.__setattr__(self, each.name, self._checked(each, getattr(self, each.name)))
 
-    def _checked(self, each: dataclasses.Field[Any], value: Any) -> Any:
+    def _checked(self, each: Field[Any], value: Any) -> Any:
         choices, bounds = each.metadata["choices"], each.metadata["bounds"]
         many = get_origin(each.type) is tuple
         kind: Any = get_args(each.type)[0] if many else get_origin(each.type) or each.type
@@ -214,7 +211,7 @@ class RunConfig:
                 raise unknown_setting(title)
             if not isinstance(table, Mapping):
                 raise ConfigError(f"{title} must be a section of settings, [{title}], got {shown(table)}.")
-            if unknown := set(table) - {each.name for each in dataclasses.fields(SECTIONS[title])}:
+            if unknown := set(table) - {each.name for each in fields(SECTIONS[title])}:
                 raise unknown_setting(f"{title}.{min(unknown)}")
         if missing := [name for name in ("model", "data") if name not in settings.get("run", {})]:
             raise ConfigError(f'run.{missing[0]} has no default. Give it, for example {missing[0]} = "module:name".')
@@ -239,13 +236,12 @@ class RunConfig:
 
 SECTIONS: dict[str, type[Section]] = {section.title: section for section in Section.__subclasses__()}
 
-IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")
-"""Settings that do not change what is trained: a run may be resumed with others."""
+IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")  # do not change what is trained, so may change
 
 
 def unknown_setting(name: str) -> ConfigError:
     """The error for a setting that does not exist, with the nearest one."""
-    known = [f"{title}.{each.name}" for title in SECTIONS for each in dataclasses.fields(SECTIONS[title])]
+    known = [f"{title}.{each.name}" for title in SECTIONS for each in fields(SECTIONS[title])]
     hint = nearest(name, [*known, *SECTIONS])
     return ConfigError(f"There is no setting {shown(name)}.{hint} The sections are {', '.join(SECTIONS)}.")
 
@@ -275,12 +271,10 @@ def load(path: Path | str) -> RunConfig:
 
 def dumps(config: RunConfig) -> str:
     """The complete config as TOML, with the help of every setting as a comment above it."""
-    import tomli_w
-
     text = ""
     for title, table in config.to_dict().items():
         text += f"\n[{title}]\n"
-        for each in dataclasses.fields(SECTIONS[title]):
+        for each in fields(SECTIONS[title]):
             choices, entry = ", ".join(each.metadata["choices"]), {each.name: table[each.name]}
             entry = {title: entry} if get_origin(each.type) is dict else entry  # a table, which comes last
             text += f"# {each.metadata['help']}{choices and f' ({choices})'}\n{tomli_w.dumps(entry)}"

@@ -19,12 +19,14 @@ from bayestrain.train.folder import RunFolder, read_json
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """What someone may want to know about a result later; commit and dirty are None outside of a checkout."""
     here, cpuinfo = Path(bayestrain.__file__).parent, Path("/proc/cpuinfo")
-    commit = dirty = cpu = None
+    commit = dirty = None
     if (here.parents[1] / ".git").exists():  # not of a repository that contains an installed copy
+        git = ["git", "--no-optional-locks", "-C", str(here)]  # a killed run leaves no lock behind
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 10}
         with suppress(OSError, subprocess.SubprocessError):
-            commit, dirty = _git(here, "rev-parse", "HEAD"), bool(_git(here, "status", "--porcelain", "--", str(here)))
-    if cpuinfo.is_file():
-        cpu = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
+            commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+            dirty = bool(subprocess.run([*git, "status", "--porcelain", "--", str(here)], **options).stdout)
+    cpu = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.is_file() else "")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "bayestrain": bayestrain.__version__, "python": platform.python_version(), "torch": torch.__version__,
@@ -49,8 +51,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a killed run leaves no lock behind
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

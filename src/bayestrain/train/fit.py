@@ -1,12 +1,11 @@
 """`fit`: the README's own loop for one network or a posterior, in one call."""
 
-import dataclasses
 import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,17 @@ import torch
 from torch import nn
 
 from bayestrain.errors import ConfigError, ParticleWarning
+from bayestrain.infer.method import MakeOptimizer
 from bayestrain.nn import TensorConv2d, dense_parameters, factorized_weights
 from bayestrain.posterior import Likelihood, Posterior, as_likelihood, independent
 from bayestrain.posterior.likelihoods import LogProb
-from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import ProgressPrinter
-from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, differences, flat, unknown_setting
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.loop import Loop, random_state, set_random_state
 from bayestrain.train.search import check_target
-from bayestrain.train.subject import MakeOptimizer, Network, Particles, Setup
-
-SMALL = 1_000_000
-"""Parameters of a dense network without convolutions up to which one thread is used."""
+from bayestrain.train.subject import Network, Particles, Setup
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,6 @@ class FitResult:
 
     Attributes:
         model: the network, trained in place; of a posterior, the network that its particles are of.
-        posterior: the posterior, with several particles.
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
         spectra: what the bonds held just before the final cut.
@@ -95,8 +90,7 @@ def fit(
         num_data: number of training data, if `data` do not know it; otherwise one pass counts them.
         callbacks: objects with methods of `Callback`.
         folder: where checkpoints and ``history.jsonl`` go.
-        resume: continue from the last checkpoint in `folder`, with the same settings. On a CPU the result is the same
-            as without the interruption, bit for bit.
+        resume: continue from the last checkpoint in `folder`, with the same settings; on a CPU in the same bits.
         device: where to train; by default where the model is.
         seed: of all random numbers while training; the generators return to their states from before.
         progress: print a line per epoch.
@@ -112,14 +106,14 @@ def fit(
     if isinstance(optimizer, str):
         settings["optimizer"], optimizer = optimizer, None
     own = {name: settings.pop(name) for name in ("kernel", "temperature", "chunk") if name in settings}
-    if unknown := set(settings) - {each.name for each in dataclasses.fields(FitConfig)}:
-        raise configs.unknown_setting(f"fit.{min(unknown)}")
-    config = dataclasses.replace(config or FitConfig(), **settings)
+    if unknown := set(settings) - {each.name for each in fields(FitConfig)}:
+        raise unknown_setting(f"fit.{min(unknown)}")
+    config = replace(config or FitConfig(), **settings)
     how = PosteriorConfig(particles=particles, method=method, **own)
     models = _models(model, how.particles, seed)
-    how = dataclasses.replace(how, particles=len(models))
+    how = replace(how, particles=len(models))
     if not (config.search and factorized_weights(models[0])):
-        config = dataclasses.replace(config, search=False, finetune_epochs=0)
+        config = replace(config, search=False, finetune_epochs=0)
     _check(config, how, prior, validation)
     if resume and folder is None:
         raise ConfigError("resume=True needs folder=, the folder of the run to resume.")
@@ -132,10 +126,12 @@ def fit(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         stack.callback(set_random_state, random_state(place), place)
         stack.enter_context(warnings.catch_warnings(action="ignore", category=ParticleWarning))  # messages name them
-        torch.set_num_threads(config.threads or _threads(models[0]))
+        small = dense_parameters(models[0]) <= 1_000_000  # gains little from a second thread; stalls on busy machines
+        convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in models[0].modules())
+        torch.set_num_threads(config.threads or (1 if small and not convolves else torch.get_num_threads()))
         number = batches.count(num_data)
         chosen = None if prior is False else prior if isinstance(prior, PriorConfig) else PriorConfig()
-        known = configs.flat(config, how, *([chosen] if chosen else []))
+        known = flat(config, how, *([chosen] if chosen else []))
         known |= {"seed": int(seed), "num_data": number, "batches": batches.steps}
         if optimizer is not None:
             known["fit.optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__name__)
@@ -144,10 +140,8 @@ def fit(
         saved, note = folder.load_checkpoint() if folder is not None and resume else (None, "")
         if saved is None:
             check_target(config, models[0])
-        elif changed := "; ".join(configs.differences(saved["settings"], known)):
-            raise ConfigError(
-                f"The run cannot be resumed with other settings: {changed}. Use the same, or another folder."
-            )
+        elif changed := "; ".join(differences(saved["settings"], known)):
+            raise ConfigError(f"It cannot be resumed with other settings: {changed}. Use the same, or another folder.")
         models = [model.to(place) for model in models]
         likelihood = as_likelihood(likelihood).to(place, first.dtype)
         steps = math.ceil(batches.steps / config.accumulate)
@@ -173,17 +167,16 @@ def fit(
 def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
     """The networks to train: one for each particle."""
     if isinstance(model, nn.Module):
-        if number > 1:
-            raise ConfigError(
-                f"{number} particles need as many networks: pass the function that builds one, or a list such as "
-                "bayestrain.posterior.around(model, particles)."
-            )
-        return [model]
-    models = list(model) if isinstance(model, Sequence) else independent(model, number, seed) if callable(model) else []
+        models = [model]
+    else:
+        models = (
+            list(model) if isinstance(model, Sequence) else independent(model, number, seed) if callable(model) else []
+        )
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise ConfigError(f"model must be a network, a function that builds one, or a list of them, got {model!r}.")
     if number not in (1, len(models)):
-        raise ConfigError(f"There are {len(models)} networks for {number} particles. Leave particles out.")
+        remedy = "pass the function that builds one, or a list such as bayestrain.posterior.around(model, particles)"
+        raise ConfigError(f"{number} particles need as many networks, got {len(models)}: {remedy}.")
     return models
 
 
@@ -197,14 +190,6 @@ def _check(config: FitConfig, how: PosteriorConfig, prior: Any, validation: Any)
         if refused and how.particles > 1:
             raise ConfigError(f"{name} is for one network, not for {how.particles} particles. {instead}")
     if config.targets and not config.search:
-        raise ConfigError(
-            f"fit.{config.targets[0]} needs factorised weights, and fit.search. Call tensorize_(model) first."
-        )
+        raise ConfigError(f"fit.{config.targets[0]} needs factorised weights (call tensorize_(model)), and fit.search.")
     if config.target_accuracy and (validation is None or not config.compact_every):
         raise ConfigError("fit.target_accuracy needs validation data, and cuts during training (fit.compact_every).")
-
-
-def _threads(model: nn.Module) -> int:
-    """One for small networks: small products gain little from a second thread, and stall on a busy machine."""
-    convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in model.modules())
-    return torch.get_num_threads() if convolves or dense_parameters(model) > SMALL else 1

@@ -1,7 +1,5 @@
 """`RunFolder`: the folder of a run, from its creation to its last file."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import io
@@ -9,17 +7,16 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 
-FORMAT = 3
-"""Of checkpoints: a higher number for every change after which older ones cannot be resumed."""
-
+FORMAT = 3  # of checkpoints: a higher number for every change after which older ones cannot be resumed
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
 
 FILES = (
@@ -29,7 +26,7 @@ FILES = (
 """Everything that a run writes, and all that overwriting removes: first what says that there is a run."""
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder of a run, open for writing by one process only until `close`; also a context manager.
 
     Args:
@@ -52,13 +49,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"Cannot write to {path}: {error.strerror}. Choose another folder.") from error
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                owner = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
-                raise ConfigError(
-                    f"{path} is in use by {owner}. Wait until that ends, stop it, or choose another folder."
-                ) from None
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             if self.holds_run and not (resume or overwrite):
@@ -67,6 +58,11 @@ class RunFolder:
             for file in [*partial, *(self.path / name for name in (() if resume else FILES))]:
                 if file.is_symlink() or file.is_file():  # never what a link leads to, no folder
                     file.unlink()
+        except BlockingIOError:
+            owner = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
+            self.close()
+            remedy = "Wait until that ends, stop it, or choose another folder."
+            raise ConfigError(f"{path} is in use by {owner}. {remedy}") from None
         except BaseException:
             self.close()
             raise
@@ -79,14 +75,11 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether there is a run, finished or with a checkpoint."""
-        return self.finished or (self.path / LAST).exists() or (self.path / PREVIOUS).exists()
+        return any((self.path / name).exists() for name in ("result.json", LAST, PREVIOUS))
 
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -110,10 +103,7 @@ class RunFolder:
         self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
     def load_checkpoint(self) -> tuple[dict[str, Any], str]:
-        """The newest undamaged checkpoint, its tensors on the CPU, and a message that names a damaged one, or "".
-
-        Only data are loaded, never code.
-        """
+        """The newest undamaged checkpoint, on the CPU, and a message that names a damaged one, or "". Loads no code."""
         damaged = []
         for path in filter(Path.exists, (self.path / LAST, self.path / PREVIOUS)):
             digest, _, data = path.read_bytes().partition(b"\n")

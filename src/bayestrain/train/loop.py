@@ -1,8 +1,4 @@
-"""The loop of `fit`: epochs, records, checkpoints, and what ends a run early.
-
-What is trained hides behind `Network`, the data behind `Batches`, the disk behind `RunFolder`, which several processes
-or another trainer can replace.
-"""
+"""The loop of `fit`: epochs, records, checkpoints, and what ends a run early."""
 
 import math
 import random
@@ -24,11 +20,8 @@ from bayestrain.train.folder import RunFolder
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
-LOOK_EVERY = 50
-"""Steps between progress reports, and between checks of the losses on a GPU, where a check waits for the device."""
-
-SETTLING = 2**14
-"""Training inputs with which batch norm's statistics of particles are estimated at the end."""
+LOOK_EVERY = 50  # steps between progress reports, and between checks of the losses on a GPU, which wait for the device
+SETTLING = 2**14  # training inputs with which batch norm's statistics of particles are estimated at the end
 
 
 class Loop:
@@ -97,8 +90,8 @@ class Loop:
             number = sum(len(y) for _, y in group)
             sums, seen = sums + recent[-1] * number, seen + number
             if step % every == 0 or step >= self.steps:
-                for place, (data, prior, _) in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
-                    for what, value in (("likelihood loss", data), ("prior", prior)):
+                for place, terms in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
+                    for what, value in zip(("likelihood loss", "prior"), terms, strict=False):
                         if not math.isfinite(value):
                             raise self._diverged(f"epoch {self.epoch + 1}, step {place}", f"the {what} is {value}")
                 recent = []
@@ -147,12 +140,12 @@ class Loop:
         self.notify("epoch", record)
 
     def _diverged(self, where: str, what: str) -> TrainingError:
-        path = "" if self.folder is None else self.folder.path
-        saved = "" if self.saved is None else f" The checkpoint of epoch {self.saved} is in {path}."
+        advice = "Try a smaller lr, clip_norm=1, or a longer warmup_epochs of the prior."
+        if self.folder is not None and self.saved is not None:
+            advice = f"The checkpoint of epoch {self.saved} is in {self.folder.path}. {advice}"
         return TrainingError(
             f"Training diverged at {where}: {what}, at learning rate {self.rate:.3g}. The largest or broken weights "
-            f"are those of {self.subject.largest()!r}.{saved} Try a smaller lr, clip_norm=1, or a longer warmup_epochs "
-            "of the prior."
+            f"are those of {self.subject.largest()!r}. {advice}"
         )
 
     def state(self) -> dict[str, Any]:
@@ -168,10 +161,8 @@ class Loop:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Return to the epoch of a checkpoint."""
-        for name in self.KEPT:
-            setattr(self, name, state[name])
-        for name, value in state["search"].items():
-            setattr(self.search, name, value)
+        vars(self).update({name: state[name] for name in self.KEPT})
+        vars(self.search).update(state["search"])
         if self.search.ended is not None:
             self.subject.end_search()
         self.subject.restore(state["subject"])
@@ -182,11 +173,7 @@ class Loop:
 
 
 def learning_rate(config: FitConfig, epoch: float, search_ended: int | None = None) -> float:
-    """The rate after `epoch` epochs; a fraction counts steps.
-
-    Fine-tuning has a cosine of its own, from `finetune_lr` to zero, unless the schedule continues through it. It starts
-    when the search has ended, which may be earlier than planned.
-    """
+    """The rate after `epoch` epochs; fine-tuning has a cosine of its own, unless the schedule continues through it."""
     start = config.epochs if search_ended is None else search_ended
     tuned, length = epoch - start, config.epochs + config.finetune_epochs - start
     if config.finetune_lr and length and tuned >= 0:

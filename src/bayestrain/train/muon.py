@@ -1,7 +1,6 @@
 """Muon (Jordan et al., 2024): cores move along orthogonalised momentum, all other parameters as with AdamW.
 
-The gradient of a core is often large along a few directions only. The nearest matrix with orthonormal rows moves all
-directions equally, where a core is the most nearly square matrix that has its axes in order.
+A core's gradient is often large along a few directions only; the nearest orthonormal matrix moves all equally.
 """
 
 import math
@@ -18,11 +17,8 @@ from bayestrain.nn.sizes import factorized_weights
 NEWTON_SCHULZ, ROUNDS = (3.4445, -4.7750, 2.0315), 5
 """The odd polynomial that, applied so many times, brings singular values between 0 and 1 near 1 (Jordan et al.)."""
 
-EMPTY = 1e-7
-"""Momentum of a smaller norm makes smaller steps: a core without gradients comes to rest."""
-
-SIZE = 0.2
-"""Root mean square of a step's entries, in learning rates: about Adam's, so one rate suits both (Liu et al., 2025)."""
+EMPTY = 1e-7  # momentum of a smaller norm makes smaller steps: a core without gradients comes to rest
+SIZE = 0.2  # of a step's entries (RMS), in learning rates: about Adam's, so one rate suits both (Liu et al., 2025)
 
 
 def muon_groups(
@@ -64,9 +60,7 @@ class Muon(torch.optim.AdamW):
             params = muon_groups([(n, p) for n, p in params.named_parameters() if p.requires_grad], params)
         groups = list(params)
         if not all(isinstance(group, dict) and "orthogonal" in group for group in groups):
-            raise ConfigError(
-                "Muon needs to know the cores. Pass the model, Muon(model), or muon_groups(named, model)."
-            )
+            raise ConfigError("Muon needs to know the cores: pass the model, or muon_groups(named, model).")
         super().__init__([{"momentum": momentum, **group} for group in groups], lr, **{"weight_decay": 0.0, **options})
         self._step_supports_amp_scaling = False  # a GradScaler has to unscale the gradients of cores, too
 
@@ -85,8 +79,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def _move_cores(self, group: dict[str, Any]) -> None:
-        cores = [core for core in group["params"] if core.grad is not None]
-        if not cores:
+        if not (cores := [core for core in group["params"] if core.grad is not None]):
             return
         for core in cores:
             if not self.state[core]:

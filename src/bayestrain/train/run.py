@@ -1,7 +1,5 @@
 """What `bayestrain train` does: from names to a folder with a network, its predictions, and their metrics."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib
 import math
@@ -20,20 +18,10 @@ from bayestrain.errors import ConfigError
 from bayestrain.io import load, save
 from bayestrain.nn import TensorizeConfig, count_parameters, dense_parameters, factorized_weights, ranks, tensorize_
 from bayestrain.nn.fast import fast
-from bayestrain.posterior import (
-    Classification,
-    ClassPrediction,
-    Joint,
-    Likelihood,
-    ParticleModel,
-    RegressionPrediction,
-    around,
-    as_likelihood,
-    auroc,
-    fit_temperature,
-    independent,
-)
-from bayestrain.posterior.model import stack_joints
+from bayestrain.posterior.likelihoods import Classification, Likelihood, as_likelihood
+from bayestrain.posterior.model import Joint, ParticleModel, stack_joints
+from bayestrain.posterior.posterior import around, independent
+from bayestrain.posterior.prediction import ClassPrediction, RegressionPrediction, auroc, fit_temperature
 from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.config import RunConfig, TensorizeSettings
@@ -43,32 +31,22 @@ from bayestrain.train.folder import RunFolder, read_json
 from bayestrain.train.search import check_target
 from bayestrain.train.subject import predict
 
-HARDEST = 24
-"""How many of the most uncertain test inputs a run keeps."""
-
-COLLAPSED = 0.5
-"""Fewer different particles than this share of all deserve a warning."""
-
-DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")
-"""What a run may know of its data."""
+HARDEST = 24  # how many of the most uncertain test inputs a run keeps
+COLLAPSED = 0.5  # fewer different particles than this share of all deserve a warning
+DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")  # what a run may know of its data
 
 
 def train_run(
     config: RunConfig, folder: Path | str, *, resume: bool = False, overwrite: bool = False,
     device: torch.device | str = "cpu", callbacks: Sequence[Any] = (), command: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """Train what the config names, fill the folder, and return its ``result.json``.
-
-    `resume` and `overwrite` are those of `RunFolder`; a finished run is not resumed. `command` is kept for the record.
-    """
+    """Train what the config names, fill the folder, and return its ``result.json``, also if it is finished already."""
     path, place, how, seed = Path(folder), torch.device(device), config.posterior, config.run.seed
     if resume and (path / "config.toml").is_file():
         before = configs.load(path / "config.toml")
         if changed := configs.differences(*(configs.flat(*vars(each).values()) for each in (before, config))):
-            raise ConfigError(
-                f"The run in {path} has other settings ({'; '.join(changed)}). Resume it with the same, or choose "
-                "another folder."
-            )
+            changes = "; ".join(changed)
+            raise ConfigError(f"{path} has other settings ({changes}). Resume with the same, or choose another folder.")
     data, likelihood, note, settings = load_data(config.run.data), _likelihood(config.run.likelihood), None, config.fit
     if config.run.from_run:
         start, note = _finished_run(config)
@@ -106,8 +84,12 @@ def train_run(
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
         else:
-            diagnostics, left = fitted.history[-1]["diagnostics"], len(fitted.posterior)
-            warnings = _warnings(how.particles, left, diagnostics["effective_particles"])
+            diagnostics, left, warnings = fitted.history[-1]["diagnostics"], len(fitted.posterior), []
+            if (lost := how.particles - left) > 0:
+                warnings += [f"{lost} of {how.particles} particles were not finite and dropped. Try a smaller fit.lr."]
+            if (different := diagnostics["effective_particles"]) < COLLAPSED * left:
+                remedy = "Start them without run.from_run, or with a larger posterior.jitter."
+                warnings += [f"The particles have collapsed: only about {different:.1f} of {left} differ. {remedy}"]
             result["posterior"] |= {"diagnostics": diagnostics, "warnings": warnings}
         save(fitted.posterior or fitted.model.cpu(), path, about)
         opened.write("result.json", result)
@@ -128,10 +110,7 @@ def evaluate_run(folder: Path | str, *, device: torch.device | str = "cpu", comm
 
 
 def load_run(folder: Path | str, *, device: torch.device | str = "cpu") -> ParticleModel:
-    """The trained network of a run, as a posterior of one particle, or its posterior, ready to predict.
-
-    It calls the function that the run's config names, so load only runs that you trust.
-    """
+    """A run's posterior, or its network as one particle; calls what the config names, so load only runs you trust."""
     model, likelihood = _saved(Path(folder), configs.load(Path(folder) / "config.toml"), torch.device(device))
     if isinstance(model, ParticleModel):
         return model
@@ -163,10 +142,8 @@ def resolve(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # a module of the user's lacks something else
-        raise ConfigError(
-            f"There is no module {place!r} in {folder} or among those installed. For a file, write "
-            '"path/to/file.py:name".'
-        ) from None
+        where = f"in {folder} or among those installed"
+        raise ConfigError(f'There is no module {place!r} {where}. For a file, write "path/to/file.py:name".') from None
     if not hasattr(found, attribute):
         raise ConfigError(f"{place} has no {attribute!r}.{configs.nearest(attribute, dir(found))}")
     return getattr(found, attribute)
@@ -179,10 +156,8 @@ def load_data(name: str) -> SimpleNamespace:
     if isinstance(found, tuple | list) and 2 <= len(found) <= 3:
         found = SimpleNamespace(**dict(zip(DATA, found, strict=False)))
     if getattr(found, "train", None) is None:
-        raise ConfigError(
-            f"{name} must return (train, validation), (train, validation, test), or an object with these attributes, "
-            f"got a {type(found).__name__}."
-        )
+        wanted = "(train, validation), (train, validation, test), or an object with these attributes"
+        raise ConfigError(f"{name} must return {wanted}, got a {type(found).__name__}.")
     return SimpleNamespace(**{name: getattr(found, name, None) for name in DATA})
 
 
@@ -230,16 +205,16 @@ def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[s
     """The parameters of every layer, bias included: as a dense layer, at the start, and now."""
     weights, found = factorized_weights(model), {}
     for name, module in model.named_modules():
-        now = sum(parameter.numel() for parameter in module.parameters())
+        dense = start = now = sum(parameter.numel() for parameter in module.parameters())
         if weight := weights.get(name):
-            start = sum(map(math.prod, weight.equation.shapes(weight.layout.sizes, start_ranks[name])))
-            kind, bias = (weight.format.name, weight.layout.name, weight.shape), now - weight.numel
-            sizes = bias + weight.dense_numel, bias + start, now
+            kind = {"format": weight.format.name, "layout": weight.layout.name, "shape": weight.shape}
+            dense += weight.dense_numel - weight.numel
+            start += sum(map(math.prod, weight.equation.shapes(weight.layout.sizes, start_ranks[name]))) - weight.numel
         elif isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
-            kind, sizes = ("", "", tuple(module.weight.shape)), (now, now, now)
+            kind = {"format": "", "layout": "", "shape": tuple(module.weight.shape)}
         else:
             continue
-        found[name] = dict(zip(("format", "layout", "shape", "dense", "start", "now"), (*kind, *sizes), strict=True))
+        found[name] = {**kind, "dense": dense, "start": start, "now": now}
     return found
 
 
@@ -247,22 +222,16 @@ def evaluate(
     config: RunConfig, data: SimpleNamespace, model: nn.Module | ParticleModel, likelihood: Likelihood,
     device: torch.device, folder: RunFolder,
 ) -> dict[str, Any]:  # fmt: skip
-    """The metrics on the test data, also at the temperature fitted to the validation data; writes the predictions.
-
-    A posterior takes that temperature, if ``posterior.calibrate``. Without test data the validation data stand in.
-    """
+    """The metrics on the test data, also at the temperature fitted to the validation data; writes the predictions."""
     parts = {
         name: Batches(part, max(config.fit.batch_size, 256), shuffle=False, device=device, name=name)
         for name in DATA[:4] if (part := getattr(data, name)) is not None
     }  # fmt: skip
     example = next(iter(parts["train"]))[0]
-    known = isinstance(example, Tensor)
-    judged = "test" if "test" in parts else "validation"
-    about = (
-        {"method": config.posterior.method, "particles": len(model), "ood": None}
-        if isinstance(model, ParticleModel)
-        else None
-    )
+    known, judged = isinstance(example, Tensor), "test" if "test" in parts else "validation"
+    about: dict[str, Any] | None = None
+    if isinstance(model, ParticleModel):
+        about = {"method": config.posterior.method, "particles": len(model), "ood": None}
     found: dict[str, Any] = {
         "task": "other", "metrics": {}, "calibrated": None, "validation": None, "posterior": about,
         "evaluated_on": judged, "input_shape": list(example.shape[1:]) if known else None,
@@ -286,12 +255,12 @@ def evaluate(
     if about is not None:
         about["mean_log_likelihood"] = prediction.mean_log_likelihood(targets)
         if isinstance(prediction, ClassPrediction):
-            plain = _metrics(replace(prediction, temperature=1.0), targets)
-            about |= {"temperature": prediction.temperature, "uncalibrated": plain}
+            about["temperature"] = prediction.temperature
+            about["uncalibrated"] = _metrics(replace(prediction, temperature=1.0), targets)
         if "outside" in seen:
-            names, outside = (("total", "auroc"), ("epistemic", "auroc_epistemic")), seen["outside"][0]
-            scores = {name: auroc(getattr(prediction, of), getattr(outside, of)) for of, name in names}
-            about["ood"] = {"name": getattr(data.outside, "name", "outside"), **scores}
+            outside, name = seen["outside"][0], getattr(data.outside, "name", "outside")
+            apart = auroc(prediction.total, outside.total), auroc(prediction.epistemic, outside.epistemic)
+            about["ood"] = {"name": name, "auroc": apart[0], "auroc_epistemic": apart[1]}
     if isinstance(prediction, ClassPrediction | RegressionPrediction):
         found["task"] = "classification" if isinstance(prediction, ClassPrediction) else "regression"
         _write_predictions(folder, prediction, targets, parts[judged])
@@ -302,28 +271,16 @@ def _metrics(prediction: Any, targets: Tensor) -> dict[str, float]:
     return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
 
 
-def _warnings(started: int, left: int, different: float) -> list[str]:
-    found = []
-    if left < started:
-        found.append(f"{started - left} of {started} particles were not finite and dropped. Try a smaller fit.lr.")
-    if different < COLLAPSED * left:
-        found.append(
-            f"The particles have collapsed: only about {different:.1f} of {left} differ. Start them without "
-            "run.from_run, or with a larger posterior.jitter."
-        )
-    return found
-
-
 def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data: Batches) -> None:
     kept = {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
     if isinstance(prediction, RegressionPrediction):
         kept |= {"mean": prediction.mean, "std": prediction.std, "targets": targets}
     else:
-        hardest = prediction.total.argsort(descending=True)[:HARDEST].cpu()
+        hardest = prediction.total.argsort(descending=True)[:HARDEST]
         kept |= {"probabilities": prediction.mean, "labels": targets, "hardest": hardest}
         rows = (row for x, _ in data if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3) for row in x)
-        pictures = {i: row for i, row in enumerate(rows) if i in set(hardest.tolist())}
-        if pictures:
-            kept["hardest_inputs"] = torch.stack([pictures[i] for i in hardest.tolist()])
+        chosen = hardest.tolist()
+        if pictures := {i: row for i, row in enumerate(rows) if i in chosen}:
+            kept["hardest_inputs"] = torch.stack([pictures[i] for i in chosen])
     stored = {name: t.float() if t.is_floating_point() else t for name, t in kept.items()}
     folder.write("predictions.safetensors", serialised({name: t.cpu().contiguous() for name, t in stored.items()}))

@@ -12,25 +12,14 @@ from bayestrain.nn import count_parameters, dense_parameters, factorized_weights
 from bayestrain.train.config import FitConfig, plain
 from bayestrain.train.subject import Network
 
-EMPTY = 1e-7
-"""Parts of a weight that are relatively smaller are rounding errors; larger ones can grow again."""
-
+EMPTY = 1e-7  # parts of a weight that are relatively smaller are rounding errors; larger ones can grow again
+ARRIVED = 0.8  # fraction of the search after which a network with a target size should have that size
 SHRINK, PATIENCE = 0.8, 3
 """With a target accuracy: the size after a cut, and the cuts skipped before training returns to the last good size."""
 
-ARRIVED = 0.8
-"""Fraction of the search after which a network with a target size should have that size."""
-
 
 class Search:
-    """Cuts the ranks of what `fit` trains between epochs: to a tolerance, towards a size, or while it is accurate.
-
-    Attributes:
-        ended: the epoch of the final cut.
-        spectra: what the bonds held just before it.
-        best: with a target accuracy, the state of the smallest network so far that reached it.
-        missed: cuts in a row that were skipped because the accuracy was too low.
-    """
+    """Cuts the ranks of what `fit` trains between epochs: to a tolerance, towards a size, or while it is accurate."""
 
     KEPT = ("ended", "spectra", "start", "best", "missed")
 
@@ -38,10 +27,10 @@ class Search:
         self.subject, self.config, self.notify = subject, config, notify
         self.target, self.start = target_size(config, subject.template), self.parameters
         self.rule = None if config.rule == "auto" else config.rule
-        self.ended: int | None = None
-        self.spectra: dict[str, Any] = {}
-        self.best: dict[str, Any] | None = None
-        self.missed = 0
+        self.ended: int | None = None  # the epoch of the final cut
+        self.spectra: dict[str, Any] = {}  # what the bonds held just before it
+        self.best: dict[str, Any] | None = None  # the state of the smallest network that had the target accuracy
+        self.missed = 0  # cuts in a row that were skipped because the accuracy was too low
 
     @property
     def parameters(self) -> int:
@@ -103,10 +92,7 @@ class Search:
 
 
 def wanted_parameters(config: FitConfig, epoch: float, start: int, target: int) -> int:
-    """The parameters that a network on its way to `target` should have after `epoch` epochs.
-
-    From the first cut on they shrink by the same factor each epoch; they reach the target before the search ends.
-    """
+    """The size after `epoch` epochs on the way to `target`: from the first cut on it shrinks by one factor an epoch."""
     length = max(ARRIVED * config.epochs - config.first_cut, 1.0)
     done = min(max((epoch - config.first_cut) / length, 0.0), 1.0)
     return target if done == 1 else math.floor(start * (target / start) ** done)
@@ -132,9 +118,7 @@ def check_target(config: FitConfig, model: nn.Module) -> None:
     asked = f"fit.{config.targets[0]} {getattr(config, config.targets[0]):g}"
     size, dense = count_parameters(model), dense_parameters(model)
     if size <= target:
-        raise ConfigError(
-            f"{asked} is reached already: the network starts with {size:,} parameters, {dense / size:.3g}x fewer than "
-            "dense. Ask for a smaller network, or start with a larger max_rank."
-        )
+        start = f"the network starts with {size:,} parameters, {dense / size:.3g}x fewer than dense"
+        raise ConfigError(f"{asked} is reached already: {start}. Ask for less, or start with a larger max_rank.")
     if target < (fewest := fewest_parameters(model)):
         raise ConfigError(f"{asked} is out of reach: with every rank at 1 there are {fewest:,} parameters.")

@@ -1,8 +1,8 @@
 """What `fit` trains: one network, or all particles of a posterior. The loop treats both alike."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import TrainingError
 from bayestrain.infer import diagnose, imq
-from bayestrain.infer.method import load_optimizer
+from bayestrain.infer.method import MakeOptimizer, load_optimizer
 from bayestrain.nn import count_parameters, ranks
 from bayestrain.nn.evaluation import evaluating
 from bayestrain.nn.fast import fast
@@ -20,14 +20,10 @@ from bayestrain.posterior import Likelihood, ParticleModel, Posterior
 from bayestrain.posterior.likelihoods import one_tensor
 from bayestrain.prior import NormalPrior, RankPrior, check_weight_decay
 from bayestrain.train.batches import Batches, apply
-from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, plain
 from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
-Named = list[tuple[str, Tensor]]
-
-MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
-"""Takes (name, parameter) pairs, as every torch optimiser does."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Setup:
     seed: int
     device: torch.device
 
-    def make_optimizer(self, named: Named, model: nn.Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, named: list[tuple[str, Tensor]], model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser for parameters of `model` or of its particles; CUDA graphs can capture its steps."""
         if self.make is not None:
             return self.make(named)
@@ -52,9 +48,8 @@ class Setup:
         lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
         options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
         options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
-        kinds: dict[str, Callable[..., torch.optim.Optimizer]]
-        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
-        return kinds[config.optimizer](groups, **options)
+        kinds: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
+        return kinds[config.optimizer](groups, **options)  # type: ignore[no-any-return]
 
     def make_prior(self, model: nn.Module) -> NormalPrior | None:
         """The prior of one network; without a search for ranks it is the same Normal for all parameters."""
@@ -75,13 +70,13 @@ class Network:
     prior: NormalPrior | None
     optimizer: torch.optim.Optimizer
     posterior: Posterior | None = None
-    alive: Tensor | None = None
-    """The particles whose density and gradient were finite in any step since the last `repair`."""
+    alive: Tensor | None = None  # which particles had a finite density and gradient in any step since `repair`
+    kept: tuple[str, ...] = ("template", "likelihood", "optimizer", "scaler", "prior")
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, setup: Setup) -> None:
         self.template, self.likelihood, self.config, self.device = model, likelihood, setup.config, setup.device
         self.prior = setup.make_prior(model)
-        named = [*model.named_parameters(), *((f"likelihood.{name}", p) for name, p in likelihood.named_parameters())]
+        named = [*model.named_parameters(), *likelihood.named_parameters("likelihood")]
         named = [(name, p) for name, p in named if p.requires_grad]
         self.trained = [p for _, p in named]
         self.optimizer = setup.make_optimizer(list(named), model)
@@ -137,9 +132,10 @@ class Network:
 
     def compact_(self, tol: float | None = None, **options: Any) -> CompactReport:
         """Cut ranks, as `bayestrain.compact_` does."""
-        report = compact_(self.template, tol, optimizer=self.optimizer, **options)
+        if self.posterior is not None:
+            return self.posterior.compact_(tol, **options)
         self._forget()
-        return report
+        return compact_(self.template, tol, optimizer=self.optimizer, **options)
 
     def end_search(self) -> None:
         """Fix the ranks: lambda is removed, and the optimiser loses its moments."""
@@ -190,17 +186,15 @@ class Network:
 
     def describe(self) -> dict[str, Any]:
         """Entries for the history."""
-        weight = 0.0 if self.prior is None else self.prior.current_weight
-        bonds = {name: list(found) for name, found in ranks(self.template).items()}
-        about = {"prior_weight": weight, "parameters": count_parameters(self.template), "ranks": bonds}
+        about: dict[str, Any] = {"prior_weight": 0.0 if self.prior is None else self.prior.current_weight}
+        about |= {"parameters": count_parameters(self.template), "ranks": plain(ranks(self.template))}
         if self.posterior is not None:
             about |= {"particles": self.number, "diagnostics": vars(diagnose(self.posterior.particles))}
         return about
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
-        parts = ("template", "likelihood", "optimizer", "scaler", "prior")
-        return {name: getattr(self, name).state_dict() for name in parts if getattr(self, name) is not None}
+        return {name: getattr(self, name).state_dict() for name in self.kept if getattr(self, name) is not None}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Return to a state."""
@@ -214,20 +208,18 @@ class Particles(Network):
     """All particles of a posterior. Fine-tuning has a Normal prior."""
 
     posterior: Posterior
+    kept = ("posterior",)
 
     def __init__(self, models: Sequence[nn.Module], likelihood: Likelihood, setup: Setup) -> None:
         config, how = setup.config, setup.how
-        options: dict[str, Any] = {
-            "clip": config.clip_norm or None,
-            "chunk": how.chunk or None,
-            "kernel": imq if how.kernel == "imq" else None,
-        }
-        options |= {"temperature": None if how.temperature == 1.0 else how.temperature, "prior": setup.make_prior}
+        options: dict[str, Any] = {"clip": config.clip_norm or None, "kernel": imq if how.kernel == "imq" else None}
+        options |= {"temperature": None if how.temperature == 1.0 else how.temperature, "chunk": how.chunk or None}
         if how.method == "sgld":
             options |= {"lr": config.lr, "memory": 0.99, "seed": setup.seed}
         else:
             options["optimizer"] = lambda named: setup.make_optimizer(named, models[0])
-        self.posterior = Posterior(models, setup.num_data, likelihood=likelihood, method=how.method, **options)
+        options |= {"likelihood": likelihood, "method": how.method, "prior": setup.make_prior}
+        self.posterior = Posterior(models, setup.num_data, **options)
         self.template, self.likelihood = self.posterior.template, self.posterior.likelihood
         self.optimizer, self.config, self.device = self.posterior.method.optimizer, config, setup.device
 
@@ -245,14 +237,8 @@ class Particles(Network):
         rows = torch.stack([-seen.log_likelihood, -prior, right])  # (3, n)
         return torch.where(seen.alive, rows, 0.0).sum(1) / seen.alive.sum()
 
-    def compact_(self, tol: float | None = None, **options: Any) -> CompactReport:
-        return self.posterior.compact_(tol, **options)
-
     def end_search(self) -> None:
         self.posterior.fix_ranks_()
-
-    def state(self) -> dict[str, Any]:
-        return {"posterior": self.posterior.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         left = len(state["posterior"]["method"]["broken"])
@@ -266,7 +252,7 @@ def predict(
 ) -> tuple[Any, Tensor]:
     """The prediction for all batches, on the CPU, and their targets."""
     parts, targets = [], []
-    with nullcontext() if isinstance(model, ParticleModel) else evaluating(model), torch.no_grad():
+    with evaluating(model.template if isinstance(model, ParticleModel) else model), torch.no_grad():
         for x, y in batches:
             targets.append(y.cpu())
             if isinstance(model, ParticleModel):
@@ -296,8 +282,7 @@ def products(precision: str) -> Iterator[None]:
     """Compute float32 matrix products on a GPU in TF32, if requested."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    if precision == "tf32":
-        matmul.fp32_precision = "tf32"
+    matmul.fp32_precision = "tf32" if precision == "tf32" else before
     try:
         yield
     finally:
