@@ -3,6 +3,8 @@
 Every message states the rule, the value that broke it, and what to type next.
 """
 
+from typing import SupportsIndex
+
 
 class BayesTrainError(Exception):
     """Base of every error this package raises on purpose."""
@@ -53,6 +55,13 @@ class CaptureWarning(UserWarning):
 
 class DecayWarning(UserWarning):
     """An optimiser applies weight decay to cores, which already have a prior."""
+
+
+def check_counts(**counts: object) -> None:
+    """Raise unless all numbers are integers of at least 1, or None."""
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, SupportsIndex) or int(value) < 1):
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

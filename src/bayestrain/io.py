@@ -1,11 +1,8 @@
 """Saved models and posteriors: a folder with the tensors (safetensors) and ``model.json``, which describes them.
 
-The JSON holds format, equation and layout of every factorised weight, and its tensors have the ranks. So a model whose
-ranks were found in training is rebuilt from a freshly built dense network, whatever the format. Both files hold data
-only, and what they hold is compared with the network before it changes.
+The JSON holds format, equation and layout of every factorised weight, and the tensors have the ranks found in training,
+so that a dense network becomes the saved model. What is read is compared with the network before that changes.
 """
-
-from __future__ import annotations
 
 import copy
 import json
@@ -39,15 +36,18 @@ LAYOUT = ("shape", "axes", "splits", "modes")
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
     """Write a model or a posterior into a folder, which is created if necessary; ``model.json`` includes `about`.
 
-    Lambda is not part of a saved model: remove it first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen
-    parameters, which all particles share, are saved once.
+    Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
     module = model if isinstance(model, nn.Module) else model.joint
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
     tensors = _tensors(module)
     if not isinstance(model, nn.Module):
         stacked = {n: t for n, t in {**model.particles, **model.carried}.items() if n in tensors}
-        own |= {"kind": "posterior", "particles": len(model), "likelihood": _describe_likelihood(model.likelihood)}
+        own |= {"kind": "posterior", "particles": len(model), "likelihood": None}
+        if type(likelihood := model.likelihood) is Classification:
+            own["likelihood"] = {"kind": "classification", "temperature": likelihood.temperature}
+        elif type(likelihood) is Regression:
+            own["likelihood"] = {"kind": "regression", "noise": likelihood.noise}
         own["shared"] = sorted(tensors.keys() - stacked.keys())
         tensors |= stacked
     parameters = dict(module.named_parameters())
@@ -108,15 +108,6 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
     return ParticleModel(joint.eval(), particles, carried)
 
 
-# --- the description --------------------------------------------------------------------------------------------------
-
-
-def _describe_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
-    if type(likelihood) is Classification:
-        return {"kind": "classification", "temperature": likelihood.temperature}
-    return {"kind": "regression", "noise": likelihood.noise} if type(likelihood) is Regression else None
-
-
 def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     """The folder of a saved model and its description, with layouts and likelihood as objects."""
     folder = Path(path).parent if Path(path).name in (WEIGHTS, PARTICLES, DESCRIPTION) else Path(path)
@@ -149,9 +140,6 @@ def _sizes(value: object) -> Any:
     if type(value) is int and value >= 0:
         return value
     raise ValueError(f"{str(value)[:40]} is no size or short list of sizes")
-
-
-# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

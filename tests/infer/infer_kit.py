@@ -1,7 +1,5 @@
 """The inference kit: what every method must do. A new method inherits `InferenceKit` and passes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

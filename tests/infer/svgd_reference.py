@@ -1,7 +1,5 @@
 """SVGD as it is printed (Liu & Wang 2016, eq. 8): loops over pairs of particles, autograd for every gradient."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping

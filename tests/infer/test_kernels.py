@@ -1,7 +1,5 @@
 """Kernels, distances and diagnostics against plain sums and autograd."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Every inference method passes the kit; what is particular to one of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar

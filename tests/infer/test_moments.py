@@ -1,7 +1,5 @@
 """Particles against densities whose moments are known in closed form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """SVGD against loops over pairs of particles, and the size of what it allocates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Files are written whole or not at all, and never through a symlink."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Saved models come back as they were; damaged and hostile files are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

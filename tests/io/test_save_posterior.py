@@ -1,7 +1,5 @@
 """Posteriors on disk."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`summary`: ranks, sizes and plans in one table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The likelihood kit: what every likelihood must do. A new likelihood inherits `LikelihoodKit` and passes."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """What tests of posteriors share: small networks, batches, optimisers, a prior."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Class predictions, metrics and calibration against numpy, scipy and plain loops."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

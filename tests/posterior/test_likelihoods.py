@@ -1,7 +1,5 @@
 """Every likelihood passes the kit; what each of them refuses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory: nothing is kept from estimates and steps; with `perf`, what cannot fit is refused and the chunk chosen."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

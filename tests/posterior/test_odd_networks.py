@@ -1,7 +1,5 @@
 """Networks with peculiarities: shared modules, frozen parts, dropout, LSTMs, checkpoints, broken statistics."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

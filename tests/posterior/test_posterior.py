@@ -1,7 +1,5 @@
 """A posterior against networks trained one by one, and everything it offers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

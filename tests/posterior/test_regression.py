@@ -1,7 +1,5 @@
 """Regression predictions against torch's and scipy's mixtures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A posterior's state: one that fits is restored, any other is refused before anything changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

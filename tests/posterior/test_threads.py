@@ -1,7 +1,5 @@
 """Many threads predict with one posterior: exactly the serial answers, and nothing changes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

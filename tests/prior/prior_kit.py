@@ -1,17 +1,15 @@
 """Random tensor networks, a slow and obvious prior, and a model with all kinds of weights."""
 
-from __future__ import annotations
-
-import random
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
+from networks import Written, random_equation
 from torch import Tensor, nn
 from torch.distributions import Gamma, Normal
 
-from bayestrain.formats import Format, TensorTrain
+from bayestrain.formats import TensorTrain
 from bayestrain.formats.equation import Equation
 from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.prior import RankPrior
@@ -33,24 +31,6 @@ EXAMPLES = {
     "a core without bonds": "ax, xb, c -> abc",
     "a single core": "ab -> ab",
 }
-
-
-def random_equation(seed: int) -> Equation:
-    """Some cores, every bond in two or more of them, modes here and there."""
-    chance = random.Random(seed)
-    cores: list[list[str]] = [[] for _ in range(chance.randint(2, 5))]
-    for k in range(chance.randint(1, 4)):
-        for core in chance.sample(cores, chance.randint(2, len(cores))):
-            core.append(f"bond{k}")
-    count = chance.randint(1, 4)
-    for k in range(count):
-        chance.choice(cores).append(f"mode{k}")
-    for core in cores:
-        if not core:
-            core.append(f"mode{count}")
-            count += 1
-        chance.shuffle(core)
-    return Equation(tuple(map(tuple, cores)), tuple(f"mode{k}" for k in range(count)))
 
 
 EQUATIONS = {name: Equation.parse(text) for name, text in EXAMPLES.items()}
@@ -85,27 +65,6 @@ def slow_log_prob(
     for own in us:
         total = total + Gamma(*torch.tensor([a, b], dtype=torch.float64)).log_prob(own.exp()).sum()
     return total
-
-
-class Written(Format):
-    """A format of one equation, for weights of any network."""
-
-    name = "written"
-
-    def __init__(self, equation: Equation) -> None:
-        self.own = equation
-
-    def equation(self, modes: Sequence[int]) -> Equation:  # noqa: ARG002
-        return self.own
-
-    def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: Any = None) -> list[Tensor]:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Written) and other.own == self.own
-
-    def __hash__(self) -> int:
-        return hash(self.own)
 
 
 def layer(text: str) -> TensorLinear:

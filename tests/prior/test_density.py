@@ -1,7 +1,5 @@
 """The prior of any equation against independent references: torch.distributions, finite differences, scipy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers whose scale a normalisation makes free are found, and held without changing what the network computes."""
 
-from __future__ import annotations
-
 import copy
 import math
 import threading

@@ -1,7 +1,5 @@
 """The heart of the library: ranks planted in a teacher are found by a student that starts with far larger ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

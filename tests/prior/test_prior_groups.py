@@ -1,7 +1,5 @@
 """The prior of all weights together: closed forms against autograd, steps weight by weight, many particles in vmap."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """`RankPrior` in a user's loop: what it adds to the loss, what it does after a step, and what it saves."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

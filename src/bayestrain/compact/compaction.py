@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Self
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from bayestrain.compact.rules import cheapest_ranks, cut, priced
 from bayestrain.compact.weights import Particles, Weight, find_weights
-from bayestrain.errors import ConfigError
+from bayestrain.errors import ConfigError, check_counts
 from bayestrain.nn.sizes import count_parameters
 from bayestrain.tables import text_table
 
@@ -99,10 +98,10 @@ def compact_(
 
     Args:
         model: a network with factorised weights, or a `Posterior`, whose own optimiser follows.
-        tol: the relative error, in Frobenius norm, that each layer's weight may suffer (root mean square over
-            particles); for "lambda" the absolute threshold. Default 1e-2.
-        parameters: instead of a tolerance, how many parameters the model (each particle) may have. Ranks are cut, in
-            whatever layers, where that changes the weights least; a model that is small enough stays as it is.
+        tol: the largest relative error of each layer's weight in Frobenius norm (root mean square over particles); for
+            "lambda" the absolute threshold. Default 1e-2.
+        parameters: instead of a tolerance, how many parameters the model (each particle) may have. Ranks are cut in
+            those layers where that changes the weights least.
         rule: None is "rounding" where the format can; other formats are cut by contribution, then fitted again.
             "rounding" truncates optimally: the smallest ranks for the weight. It mixes rank indices, so the optimiser's
             state of the cores that change restarts.
@@ -120,21 +119,21 @@ def compact_(
     if parameters is None:
         cuts = [None if w.module.compacted == (rule, tol, w.fingerprint(rule)) else cut(w, rule, tol) for w in weights]
     else:
-        ranks = [weight.ranks for weight in weights]
+        ranks = [weight.module.ranks for weight in weights]
         if size > parameters:
             others = size - sum(weight.module.numel for weight in weights)
             ranks = cheapest_ranks([priced(weight, rule) for weight in weights], others, parameters)
-        cuts = [None if own == w.ranks else cut(w, rule, tol, own) for w, own in zip(weights, ranks, strict=True)]
+        cuts = [None if to == w.module.ranks else cut(w, rule, tol, to) for w, to in zip(weights, ranks, strict=True)]
     rows = []
     for weight, found in zip(weights, cuts, strict=True):
-        before, entries = weight.ranks, weight.module.numel
+        module, before, entries = weight.module, weight.module.ranks, weight.module.numel
         if found is not None:
             weight.write(found.cores, found.keep, optimizer)
-        error = found.error if found and weight.ranks != before else 0.0
+        error = found.error if found and module.ranks != before else 0.0
         spectra = found.spectra if found else ()
-        rows.append(CompactedLayer(weight.name, before, weight.ranks, entries, weight.module.numel, error, spectra))
+        rows.append(CompactedLayer(weight.name, before, module.ranks, entries, module.numel, error, spectra))
         if parameters is None:
-            weight.module.compacted = (rule, tol, weight.fingerprint(rule))
+            module.compacted = (rule, tol, weight.fingerprint(rule))
     notes = _notes(weights, rows, rule, tol, parameters is not None)
     return CompactReport(rule or "default", tol, tuple(rows), size, count_parameters(template), notes)
 
@@ -145,14 +144,18 @@ def _notes(
     """What looks wrong after these cuts, and what to try."""
     notes, moved = [], False
     for weight, row in zip(weights, rows, strict=True):
-        moved |= row.ranks != (weight.module.rank_state.start if weight.module.rank_state else row.ranks_before)
+        state = weight.module.rank_state
+        moved |= row.ranks != (state.start if state else row.ranks_before)
+        # Without a prior no weight vanishes, and before a normalisation the size of a weight means nothing.
+        judged = state is not None and not state.held_norm > 0
+        vanished = int((weight.norms < VANISHED * weight.layout.shape[0] ** 0.5).sum()) if judged else 0
         bonds = zip(weight.equation.bonds, weight.log_lambdas if rule == "lambda" else (), strict=False)
         if emptied := [bond for bond, u in bonds if u.exp().mean(0).amax() <= tol]:
             notes.append(
                 f"{', '.join(emptied)} of {row.name!r} collapsed: no lambda is above {tol}, so rank 1 was kept. An "
                 "absolute threshold depends on the gauge; leave out rule='lambda'."
             )
-        elif vanished := _vanished(weight):
+        elif vanished:
             where = f" in {vanished} of {weight.number} particles" if weight.number > 1 else ""
             notes.append(
                 f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
@@ -169,21 +172,12 @@ def _notes(
     return tuple(notes)
 
 
-def _vanished(weight: Weight) -> int:
-    """In how many particles almost nothing is left of a weight under the prior, unless its norm is held."""
-    state = weight.module.rank_state
-    if state is None or state.held_norm > 0:  # before a normalisation the size of a weight means nothing
-        return 0
-    return int((weight.norms < VANISHED * weight.layout.shape[0] ** 0.5).sum())
-
-
 def _checked_tol(tol: float | None, rule: str | None, parameters: int | None) -> float:
-    """The tolerance, or the default one; raises if there is no such rule or it takes no such tolerance or budget."""
+    """The tolerance, or the default one; raises if the arguments do not fit each other."""
     if rule is not None and rule not in RULES:
         raise ConfigError(f"rule must be None or one of {RULES}, got {rule!r}.")
     if parameters is not None:
-        if isinstance(parameters, bool) or not isinstance(parameters, Integral) or parameters < 1:
-            raise ConfigError(f"parameters must be an integer of at least 1, got {parameters!r}.")
+        check_counts(parameters=parameters)
         if tol is not None or rule == "lambda":
             raise ConfigError(f"parameters= replaces tol, and rule='lambda' takes none; got tol={tol}, rule={rule!r}.")
         return 0.0

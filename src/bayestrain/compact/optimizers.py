@@ -22,8 +22,7 @@ def carry_state_(
 ) -> None:
     """Slice the state of a parameter, which had the shape `before`, with `take`; without it the state restarts.
 
-    An optimiser that was not given and has state of the old shape refuses its next step: a fused one would read beyond
-    the end of the new parameter.
+    An optimiser not given here that has state of the old shape refuses its next step: a fused one would read too far.
     """
     _register_once(_refuse_old_state)
     _earlier_shapes.setdefault(parameter, []).append(before)

@@ -28,8 +28,7 @@ class Cut(NamedTuple):
     """New cores of one weight, stacked ``(n, ..)``."""
 
     cores: list[Tensor]
-    keep: dict[str, Tensor] | None
-    """Per bond the surviving indices ``(n, rank)``; None if the rule mixes them."""
+    keep: dict[str, Tensor] | None  # per bond the surviving indices ``(n, rank)``; None if the rule mixes them
     error: float
     spectra: tuple[tuple[float, ...], ...]
     """Per bond the root of what is lost of the weight's squared norm with each index, in the mean over particles."""
@@ -43,16 +42,15 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
         ranks = ranks or tuple(_rank(bond, tol / len(shares) ** 0.5) for bond in shares)  # errors add up in squares
         rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
         return _cut(weight, rounded, None, shares)
-    keep, shares = {}, []
-    cores = _start(weight, method)
-    for number, bond in enumerate(weight.equation.bonds):
+    keep, shares, cores, bonds = {}, [], _start(weight, method), weight.equation.bonds
+    for number, bond in enumerate(bonds):
         if method == "lambda":  # sorted: particles that did not start at one point have no indices in common
             values, order = weight.log_lambdas[number].cpu().exp().sort(dim=1)
             rank = max(int((values.mean(0) > tol).sum()), 1)
         else:
             order, share = _dropped(weight, cores, bond)
             shares.append(share)
-            rank = _rank(share, tol / len(weight.ranks)) if ranks is None else ranks[number]  # at worst errors add up
+            rank = _rank(share, tol / len(bonds)) if ranks is None else ranks[number]  # at worst errors add up
         keep[bond] = order[:, -rank:].sort(dim=1).values
         pairs = zip(cores, keep[bond], strict=True)
         cores = [algebra.keep(weight.equation, own, bond, index) for own, index in pairs]

@@ -69,11 +69,6 @@ class Weight:
         own = [] if self.module.rank_state is None else self.module.rank_state.log_lambdas
         return [self._all(f"rank_state.log_lambda_{bond}", u) for bond, u in enumerate(own)]
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of every bond."""
-        return self.module.ranks
-
     @cached_property
     def exact(self) -> list[list[Tensor]]:
         """The cores of every particle before any cut, in double precision; many small SVDs are slow on a GPU."""
@@ -123,7 +118,7 @@ class Weight:
         return result[0] if self.posterior is None else result
 
     def _write_lambdas(self, state: RankState, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None) -> None:
-        before, starts = self.log_lambdas, [cores[0].new_zeros(rank) for rank in self.ranks]
+        before, starts = self.log_lambdas, [cores[0].new_zeros(rank) for rank in self.module.ranks]
         if keep is not None:
             moved = [u.gather(1, keep[bond].to(u.device)) for u, bond in zip(before, self.equation.bonds, strict=True)]
         else:

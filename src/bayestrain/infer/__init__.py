@@ -9,9 +9,8 @@ Every method is built from a function that computes gradients and from starting 
 A new method is one file: a subclass of `Method` that overrides `direction`, and its name in `METHODS`.
 """
 
-from bayestrain.infer.ensemble import MAP, Ensemble
 from bayestrain.infer.kernels import Diagnostics, Kernel, diagnose, imq, median_bandwidth, rbf
-from bayestrain.infer.method import MakeOptimizer, Method, StepInfo, value_and_grad
+from bayestrain.infer.method import MAP, Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
 from bayestrain.infer.particles import count, stack
 from bayestrain.infer.sgld import SGLD
 from bayestrain.infer.svgd import SVGD

@@ -1,8 +1,7 @@
 """Kernels between particles as functions of squared distances, and what those tell; every matrix is ``(n, n)``.
 
-A kernel is any callable that maps the squared distances ``d2`` to ``(K, dK/d(d2))``. That is all SVGD needs, because
-the gradient of a radial kernel is ``grad_x K(x, y) = 2 * dK/d(d2) * (x - y)``. A particle that must not count has
-infinite distances, where a kernel and its slope are zero.
+A kernel is any callable that maps the squared distances ``d2`` to ``(K, dK/d(d2))``, because the gradient of a radial
+kernel is ``grad_x K(x, y) = 2 * dK/d(d2) * (x - y)``. At infinite distances, those of broken particles, both are zero.
 """
 
 import math
@@ -19,9 +18,9 @@ Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def squared_distances_(rows: Tensor, alive: Tensor) -> Tensor:
-    """Squared distances of all pairs of rows ``(n, D)``, which are centred in place; infinite for rows not `alive`.
+    """Squared distances of all pairs of rows ``(n, D)``; infinite for rows not `alive`, which become zero.
 
-    Without their mean, small differences of particles far from the origin are not rounded away. Dead rows become zero.
+    Rows are centred in place, so that small differences of particles far from the origin are not rounded away.
     """
     rows.masked_fill_(~alive[:, None], 0.0)
     rows.sub_(rows.sum(0) / alive.sum().clamp_min(1)).masked_fill_(~alive[:, None], 0.0)
@@ -34,11 +33,7 @@ def squared_distances_(rows: Tensor, alive: Tensor) -> Tensor:
 
 
 def median_bandwidth(d2: Tensor) -> Tensor:
-    """``median(d2) / log n`` over pairs of different particles (Liu & Wang 2016, section 3.2).
-
-    Self-distances, zero by definition, would pull the median of a few particles down. Where most pairs coincide, the
-    median is taken over the pairs that do not.
-    """
+    """``median(d2) / log n`` over pairs of different particles (Liu & Wang 2016); if most coincide, over the rest."""
     pairs = torch.where(d2.isfinite(), d2, math.nan)
     living = pairs.diagonal().isfinite().sum().clamp_min(2)
     median, apart = pairs.fill_diagonal_(math.nan).nanmedian(), torch.where(pairs > 0, pairs, math.nan).nanmedian()
@@ -60,30 +55,22 @@ def imq(d2: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor]:
     return kernel, -0.5 * kernel**3 / h
 
 
-# --- diagnostics ------------------------------------------------------------------------------------------------------
-
-
 DISTINCT = 0.1
 """Particles count as different when their distance is at least this fraction of their length."""
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How the particles lie relative to each other.
-
-    Attributes:
-        bandwidth: of the median rule, in squared distance.
-        kernel_mass: mean kernel value of two different particles. Near 0 no particle influences another (SVGD is then
-            an ensemble), near 1 all coincide.
-        spread: median distance of two particles, relative to their length.
-        effective_particles: how many are really different, between 1 and n:
-            ``n^2 / sum_ij exp(-d2_ij / (0.1 length)^2)``. Unlike the kernel it does not adapt to how close they are.
-    """
+    """How the particles lie relative to each other."""
 
     bandwidth: float
+    """Of the median rule, in squared distance."""
     kernel_mass: float
+    """Mean kernel value of two different particles: near 0 SVGD is an ensemble, near 1 all coincide."""
     spread: float
+    """Median distance of two particles, relative to their length."""
     effective_particles: float
+    """How many are really different, between 1 and n: ``n^2 / sum_ij exp(-d2_ij / (0.1 length)^2)``."""
 
 
 @torch.no_grad()

@@ -84,8 +84,7 @@ class Method:
         self.optimizer = optimizer(list(self.particles.items()))
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates its loss several times per step, which particles do not. Use Adam.")
-        first = next(iter(own.values()))
-        self.broken = torch.zeros(len(first), dtype=torch.int64, device=first.device)
+        self.broken = torch.zeros(count(own), dtype=torch.int64, device=next(iter(own.values())).device)
         """How many steps in a row each particle was not finite."""
         self._warned: set[int] = set()
 
@@ -100,10 +99,7 @@ class Method:
         return len(self.broken)
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the direction of motion ``(n, D)``; the matrices may be changed in place.
-
-        The particles `theta` and their `gradients` are rows ``(n, D)``; those not `alive` have gradients of zero.
-        """
+        """Return the direction ``(n, D)``; `gradients` are zero where not `alive`; both matrices may be overwritten."""
         return gradients
 
     def step(self, batch: Any) -> StepInfo:
@@ -179,8 +175,8 @@ class Method:
         own = self.state_dict()
         if missing := sorted(own.keys() - state.keys()):
             raise ConfigError(f"This is no state of an inference method: {missing} is missing. Pass a state_dict().")
-        for what, here, saved in zip(FORM, _form(own), _form(state), strict=True):
-            if here != saved:
+        for what, read in FORM.items():
+            if (here := read(own)) != (saved := read(state)):
                 raise ConfigError(f"The {what} must agree, but the saved state has {saved}, this method {here}.")
 
     @torch.no_grad()
@@ -194,14 +190,31 @@ class Method:
         self.broken.copy_(state["broken"])
 
 
-FORM = ("method", "names of tensors", "number of particles", "parameter groups of the optimiser")
+FORM: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "method": lambda state: state["method"],
+    "names of tensors": lambda state: sorted(state["particles"]),
+    "number of particles": lambda state: {count(state["particles"]), len(state["broken"])},
+    "parameter groups of the optimiser": lambda state: [
+        (len(group["params"]), sorted(group.keys() - {"param_names"})) for group in state["optimizer"]["param_groups"]
+    ],
+}
+"""What must agree in two states."""
 
 
-def _form(state: Mapping[str, Any]) -> tuple[object, ...]:
-    """What must agree in two states, see `FORM`."""
-    particles, groups = state["particles"], state["optimizer"]["param_groups"]
-    settings = [(len(group["params"]), sorted(group.keys() - {"param_names"})) for group in groups]
-    return state["method"], sorted(particles), {count(particles), len(state["broken"])}, settings
+class MAP(Method):
+    """A single point that climbs the log density to the maximum a posteriori; arguments as for `Method`."""
+
+    name = "map"
+    most = 1
+    advice = "Use Ensemble for several."
+
+
+class Ensemble(Method):
+    """Particles that climb the log density and do not interact: a deep ensemble (Lakshminarayanan 2017)."""
+
+    name = "ensemble"
+    fewest = 2
+    advice = "Use MAP for a single point."
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer.method import Gradients, Method
-from bayestrain.infer.particles import Particles
+from bayestrain.infer.method import Method
 
 
 class SGLD(Method):
@@ -34,23 +33,14 @@ class SGLD(Method):
     optimizer: "Langevin"
 
     def __init__(
-        self,
-        gradients: Gradients,
-        particles: Particles,
-        *,
-        lr: float = 1e-3,
-        temperature: float = 1.0,
-        memory: float = 0.0,
-        seed: int = 0,
-        scale: float = 1.0,
-        **options: Any,
+        self, *args: Any, lr: float = 1e-3, temperature: float = 1.0, memory: float = 0.0, seed: int = 0, **options: Any
     ) -> None:
         if not (lr > 0 and temperature >= 0 and 0 <= memory < 1):
             got = f"got lr={lr}, temperature={temperature}, memory={memory}"
             raise ConfigError(f"lr must be positive, temperature at least 0 and memory in [0, 1), {got}.")
-        noise = temperature * scale  # because the gradients are scaled
-        make = partial(Langevin, lr=lr, temperature=noise, memory=memory, seed=seed, step=0)
-        super().__init__(gradients, particles, make, scale=scale, **options)
+        noise = temperature * options.get("scale", 1.0)  # because the gradients are scaled
+        settings = {"lr": lr, "temperature": noise, "memory": memory, "seed": seed, "step": 0}
+        super().__init__(*args, optimizer=partial(Langevin, defaults=settings), **options)  # type: ignore[misc]
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
         self.optimizer.alive = alive
@@ -58,15 +48,9 @@ class SGLD(Method):
 
 
 class Langevin(torch.optim.Optimizer):
-    """Gradient descent with noise for the particles that are `alive`; its state is sliced when ranks are cut.
-
-    The noise follows from the seed and the number of the step, so that a saved state resumes with the same noise.
-    """
+    """Gradient descent for the particles that are `alive`, with noise that the seed and the step's number determine."""
 
     alive: Tensor
-
-    def __init__(self, named: list[tuple[str, Tensor]], **settings: float) -> None:
-        super().__init__(named, settings)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002

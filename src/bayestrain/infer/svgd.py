@@ -10,8 +10,6 @@ With the particles as rows of Theta and their gradients as rows of G, both ``(n,
 distance with slope K', ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)``, so both sums are matrix products::
 
     phi = ( K @ G  +  2 (K' @ Theta - rowsum(K') * Theta) ) / n
-
-No tensor of size ``n x n x D`` is made.
 """
 
 from typing import Any
@@ -19,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from bayestrain.infer.kernels import Kernel, rbf, squared_distances_
-from bayestrain.infer.method import Gradients, MakeOptimizer, Method
-from bayestrain.infer.particles import Particles
+from bayestrain.infer.method import Method
 
 BLOCK = 1 << 16
 """Columns computed at once, which bounds the size of temporary matrices."""
@@ -39,17 +36,8 @@ class SVGD(Method):
     fewest = 2
     advice = "A single particle has nothing to be repelled by: use MAP for a single point."
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        particles: Particles,
-        optimizer: MakeOptimizer,
-        *,
-        kernel: Kernel = rbf,
-        times_n: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(gradients, particles, optimizer, **options)
+    def __init__(self, *args: Any, kernel: Kernel = rbf, times_n: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.kernel, self.times_n = kernel, times_n
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:

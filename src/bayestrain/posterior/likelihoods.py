@@ -1,7 +1,5 @@
 """How probable targets are given the outputs of a network, and what those outputs predict."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,9 +25,8 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 class Likelihood(nn.Module, ABC):
     """A distribution of the targets given the outputs of a network.
 
-    It serves one network and a posterior alike: ``-likelihood.log_prob(model(x), y).mean()`` is a network's loss.
-    `forward` and `describe` see the outputs of one network, and a posterior runs them under `torch.vmap`, so they must
-    not branch on the values of tensors. The parameters of a likelihood are part of a particle, as the network's are.
+    ``-likelihood.log_prob(model(x), y).mean()`` is the loss of one network. A posterior runs `forward` and `describe`
+    under `torch.vmap`, so they must not branch on values; a likelihood's parameters are part of each particle.
     """
 
     @abstractmethod
@@ -67,8 +64,7 @@ class Likelihood(nn.Module, ABC):
 class Classification(Likelihood):
     """Outputs are logits ``(B, C)``, targets class numbers ``(B,)``.
 
-    Predictions are reported at `temperature` (below 1 sharpens, above 1 flattens), which does not affect training; see
-    `fit_temperature`.
+    Predictions are reported at `temperature` (below 1 sharpens, see `fit_temperature`), which training ignores.
     """
 
     def __init__(self, temperature: float = 1.0) -> None:

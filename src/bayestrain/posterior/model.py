@@ -1,26 +1,22 @@
 """`ParticleModel`: n networks of one shape as stacked tensors, and the module that runs with them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bayestrain.errors import ConfigError
+from bayestrain.errors import ConfigError, check_counts
 from bayestrain.infer import stack
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import count_parameters, factorized_weights, ranks
 from bayestrain.posterior.likelihoods import Classification, Likelihood, one_tensor
 from bayestrain.posterior.prediction import Prediction, fit_temperature
-
-Module = TypeVar("Module", bound=nn.Module)
 
 Part = Callable[..., dict[str, Tensor]]
 """``part(joint, *inputs)`` computes something for one particle, whose tensors the joint has while it runs."""
@@ -38,7 +34,7 @@ class Joint(nn.Module):
         self.model, self.likelihood = model, likelihood
         self._lock, self._idle = RLock(), list[Joint]()
         self._aliases: dict[str, str] = {}
-        """The first name of every tensor, by its other names; functional_call would look for them in every call."""
+        """The first name of every tensor, by its other names: functional_call mixes them up in modules used twice."""
         first: dict[Tensor, str] = {}
         for path, module in self.named_modules():
             own = module.named_parameters(path, False, False), module.named_buffers(path, False, False)
@@ -91,11 +87,8 @@ class Joint(nn.Module):
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     @contextmanager
-    def lent(self) -> Iterator[Joint]:
-        """Lend a copy of the modules that shares the tensors, in evaluation mode, to one caller at a time.
-
-        Making one takes as long as a small batch, so they are kept for the next callers.
-        """
+    def lent(self) -> Iterator["Joint"]:
+        """Lend a copy that shares the tensors, in evaluation mode, to one caller; it is kept for the next ones."""
         with self._lock:
             idle = self._idle
             joint = idle.pop() if idle else Joint(_twin(self.model), self.likelihood)
@@ -117,9 +110,7 @@ class Joint(nn.Module):
 
 
 class ParticleModel:
-    """Particles as stacked tensors, with the network and the likelihood they belong to.
-
-    Any number of threads may predict with it at the same time.
+    """Particles as stacked tensors, with their network and likelihood; any number of threads may predict with it.
 
     Args:
         joint: the network and the likelihood. The values of its own tensors do not matter, except frozen ones.
@@ -167,7 +158,7 @@ class ParticleModel:
             own[name].copy_(tensor[i])
         return one.model
 
-    def to(self, device: torch.device | str) -> ParticleModel:
+    def to(self, device: torch.device | str) -> "ParticleModel":
         """Return the same particles on another device, to predict with; a `Posterior` trains where it was made."""
         particles, carried = ({k: t.detach().to(device) for k, t in d.items()} for d in (self.particles, self.carried))
         with self.joint.lent() as joint:
@@ -196,10 +187,7 @@ class ParticleModel:
 
     @torch.no_grad()
     def refresh_statistics(self, batches: Iterable[Tensor]) -> None:
-        """Estimate batch norm's means and variances again, per particle, as averages over these batches of inputs.
-
-        During training each particle keeps running averages as PyTorch does; those lag behind the weights.
-        """
+        """Average batch norm's statistics over these batches of inputs, per particle; those of training lag behind."""
         with self.joint.lent() as joint:
             self.joint.forget_copies()  # this one will have another momentum
             norms = {n: m for n, m in joint.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
@@ -237,11 +225,9 @@ class ParticleModel:
         if chunk is not None or perf is None or n * batch <= 1024:  # too little to estimate memory
             return int(chunk or n), batch
         one = {name: tensor[:1] for name, tensor in self._tensors().items()}
-
-        def run(inputs: int) -> object:
-            return joint.batched(one, part, x[:inputs].to(self.device))
-
-        return perf.memory.predicted_at_once(run, n, batch)  # type: ignore[no-any-return]
+        return perf.memory.predicted_at_once(  # type: ignore[no-any-return]
+            lambda inputs: joint.batched(one, part, x[:inputs].to(self.device)), n, batch
+        )
 
 
 def _outputs(joint: Joint, x: Tensor) -> dict[str, Tensor]:
@@ -252,7 +238,7 @@ def _described(joint: Joint, x: Tensor) -> dict[str, Tensor]:
     return joint.likelihood.describe(one_tensor(joint.model(x)))
 
 
-def _twin(module: Module) -> Module:
+def _twin(module: nn.Module) -> Any:
     """A copy of the modules that shares their tensors."""
     return copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
 
@@ -260,13 +246,6 @@ def _twin(module: Module) -> Module:
 def joined(chunks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Concatenate what chunks of particles returned."""
     return chunks[0] if len(chunks) == 1 else {k: torch.cat([chunk[k] for chunk in chunks]) for k in chunks[0]}
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raise unless all numbers are integers of at least 1, or None."""
-    for name, value in counts.items():
-        if value is not None and (not hasattr(value, "__index__") or value < 1):
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
 
 
 def stack_joints(joints: Sequence[Joint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

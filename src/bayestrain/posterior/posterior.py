@@ -1,7 +1,5 @@
 """`Posterior`: particles of a network that train together, and how they start."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import BayesTrainError, ConfigError, ShapeError
+from bayestrain.errors import BayesTrainError, ConfigError, ShapeError, check_choice, check_counts
 from bayestrain.infer import METHODS, Method, count
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood, full_precision
-from bayestrain.posterior.model import Joint, Part, ParticleModel, check_counts, joined, stack_joints
+from bayestrain.posterior.model import Joint, Part, ParticleModel, joined, stack_joints
 from bayestrain.posterior.prediction import check_temperature
 from bayestrain.prior import NormalPrior, RankPrior
 
@@ -46,8 +44,7 @@ class Posterior(ParticleModel):
         posterior.compact_()
         posterior.predict(x).epistemic
 
-    Every particle has its own lambda, which `RankPrior.step` keeps at its mode given the particle's weights, and its
-    own batch norm statistics, which `refresh_statistics` estimates again after training.
+    Every particle has its own lambda and its own batch norm statistics; call `refresh_statistics` after training.
 
     Args:
         models: networks of one architecture on one device, which are copied: the particles' starts.
@@ -60,8 +57,8 @@ class Posterior(ParticleModel):
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A
             network that torch.vmap cannot run, such as an LSTM, needs 1.
         options: arguments of the method (see `bayestrain.infer`): `clip`; `optimizer`, a function from named tensors,
-            by default Adam with a learning rate of 1e-3; for "svgd" also `kernel`; for "sgld", which is its own
-            optimiser, `lr`, `temperature`, `memory` and `seed`.
+            default Adam at 1e-3; for "svgd" also `kernel`; for "sgld", instead of an optimiser, `lr`, `temperature`,
+            `memory` and `seed`.
     """
 
     def __init__(
@@ -77,8 +74,7 @@ class Posterior(ParticleModel):
     ) -> None:
         models = list(models)
         check_counts(num_data=num_data, chunk=chunk)
-        if method not in METHODS:
-            raise ConfigError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
+        check_choice("method", method, tuple(METHODS))
         kind = METHODS[method]
         kind.check_number(len(models))
         options = {name: value for name, value in options.items() if value is not None}
@@ -97,17 +93,15 @@ class Posterior(ParticleModel):
         super().__init__(joints[0], self.method.particles, carried)
         self.num_data, self.chunk, perf = num_data, chunk, fast()
         self._capture = None if perf is None else perf.Capture()
-        self._training_chunk: int | None = None
-        """Particles at once in a training step; None before that is chosen."""
-        self._prior_weight = torch.zeros((), device=self.device)
-        """The prior's weight in this step, where a captured step sees it change."""
+        self._training_chunk: int | None = None  # before the first step
+        self._prior_weight = torch.zeros((), device=self.device)  # a captured step sees it change
         self._seen: dict[str, Tensor] = {}
 
     def step(self, x: Tensor, y: Tensor) -> PosteriorStep:
         """Move all particles, then every lambda.
 
-        On a GPU, with an optimiser made for it, the step is captured in a CUDA graph and replayed, which is many times
-        faster: ``Adam(named, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``. The default optimiser is.
+        On a GPU the step is captured in a CUDA graph, which is many times faster, if the optimiser allows it, as the
+        default one does and ``Adam(named, lr=torch.tensor(1e-3, device="cuda"), capturable=True)``.
         """
         if len(y) == 0:
             raise ConfigError("A batch must have at least one datum, got an empty one. Leave it out.")
@@ -127,7 +121,16 @@ class Posterior(ParticleModel):
             for name in self.carried.keys() & seen.keys():  # a batch that broke a particle does not count for its norms
                 own = self.carried[name]
                 own.copy_(torch.where(alive.view(-1, *[1] * (own.ndim - 1)), seen[name], own))
-            self._move_lambdas()
+            tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
+            steps = self.prior.steps
+
+            def move(_: Joint) -> dict[str, Tensor]:
+                self.prior.steps = steps
+                self.prior.step()
+                return {}
+
+            # Aligning may branch on values, so it takes one particle after the other.
+            self.joint.batched(tensors, move, size=1 if self.prior.aligns_next else None)
         return PosteriorStep(seen["log_likelihood"], seen["log_prior"], seen["outputs"], alive)
 
     def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -171,24 +174,8 @@ class Posterior(ParticleModel):
         found["density"] = found["density"].detach()
         return dict(zip(leaves, gradients, strict=True)), {**carried, **found}
 
-    def _move_lambdas(self) -> None:
-        """The prior's step for all particles; aligning may branch on values, so it takes one after the other."""
-        tensors = {name: tensor.detach() for name, tensor in {**self.particles, **self.carried}.items()}
-        steps = self.prior.steps
-
-        def move(_: Joint) -> dict[str, Tensor]:
-            self.prior.steps = steps
-            self.prior.step()
-            return {}
-
-        self.joint.batched(tensors, move, size=1 if self.prior.aligns_next else None)
-
     def estimate_memory(self, x: Tensor, y: Tensor) -> Any:
-        """Estimate what training on batches like this one takes, and choose the chunk; raise if it cannot fit.
-
-        `step` does this when it first runs, and when shapes have changed. Without `bayestrain.perf` there is no
-        estimate (None), and all particles run at once unless `chunk` says otherwise.
-        """
+        """Estimate a step's memory and choose the chunk; raise if it cannot fit. None without `bayestrain.perf`."""
         perf = fast()
         if perf is None or self._capture is None:
             return None
@@ -207,10 +194,7 @@ class Posterior(ParticleModel):
     def compact_(
         self, tol: float | None = None, *, parameters: int | None = None, rule: str | None = None
     ) -> CompactReport:
-        """Cut the ranks that the particles, on the whole, do not need: one rank per bond for all, in place.
-
-        Arguments as for `bayestrain.compact_`; the optimiser's state follows.
-        """
+        """Cut ranks as `bayestrain.compact_` does, one rank per bond for all particles, with the optimiser's state."""
         report = compact_(self, tol, parameters=parameters, rule=rule, optimizer=self.method.optimizer)
         self._changed()
         return report
@@ -218,8 +202,7 @@ class Posterior(ParticleModel):
     def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
         """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, variance) from here on.
 
-        The variance (that of parameters no lambda governs) and the prior's weight stay as they were unless given. The
-        optimiser loses its moments.
+        Variance and prior weight stay as they were unless given. The optimiser loses its moments.
         """
         old = self.prior
         variance, weight = old.variance if variance is None else variance, old.weight if weight is None else weight
@@ -268,11 +251,11 @@ class Posterior(ParticleModel):
             self.method.check_state(state["method"])
             copy.copy(self.prior).load_state_dict(state["prior"])
             check_temperature(temperature := state["temperature"] or 1.0)
-            variance, weight = float(state["variance"]), float(state["prior"]["weight"])
+            variance = float(state["variance"])
         except (BayesTrainError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
         if state["ranks_fixed"]:
-            self.fix_ranks_(variance, weight)
+            self.fix_ranks_(variance)
         self.joint.load_state_dict(one, strict=False)
         for name, tensor in state["carried"].items():
             self.carried[name] = tensor.to(self.carried[name], copy=True)

@@ -1,7 +1,5 @@
 """What the particles of a posterior predict, and the uncertainty within and between them."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,8 +21,7 @@ class Prediction(ABC):
     """What all particles of a posterior predict for N inputs, as tensors ``(n, N, ...)``, one per field.
 
     The `total` uncertainty is `aleatoric` (each particle reports it; more data would not remove it) plus `epistemic`
-    (the particles disagree; more data would remove it). What is computed is in double precision. A likelihood of your
-    own may return a subclass of its own.
+    (the particles disagree; more data would remove it). Results are in double precision.
     """
 
     def __post_init__(self) -> None:
@@ -35,7 +32,8 @@ class Prediction(ABC):
                     f"{name} must be finite floating-point numbers (particles, inputs[, outputs]), got {values.dtype} "
                     f"{tuple(values.shape)}, {broken} of them not finite. For those of one network pass {name}[None]."
                 )
-            object.__setattr__(self, name, off_mps(values))
+            values = values.cpu() if values.device.type == "mps" else values  # MPS has no double precision
+            object.__setattr__(self, name, values.detach())
 
     @property
     @abstractmethod
@@ -162,13 +160,11 @@ class ClassPrediction(Prediction):
     def reasons(self) -> list[str]:
         """Say why each input is uncertain: "clear" (less than 0.1 nats), "ambiguous input" or "particles disagree".
 
-        Networks that agree on an even split see an ambiguous input. Confident networks that contradict each other lack
-        training data like it.
+        Networks that agree on an even split see an ambiguous input; those that contradict each other lack data like it.
         """
-        pairs = zip(self.total.tolist(), self.epistemic.tolist(), strict=True)
         return [
             "clear" if total < 0.1 else "particles disagree" if epistemic > total / 2 else "ambiguous input"
-            for total, epistemic in pairs
+            for total, epistemic in zip(self.total.tolist(), self.epistemic.tolist(), strict=True)
         ]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -186,10 +182,7 @@ class ClassPrediction(Prediction):
         return float(label_log_probs(self.mean, targets).mean())
 
     def metrics(self, targets: Tensor) -> dict[str, float]:
-        """Return accuracy, both log likelihoods, expected calibration error and multi-class Brier score.
-
-        The calibration error (Guo et al. 2017) is the mean gap of confidence and accuracy, in 15 bins of confidence.
-        """
+        """Return accuracy, both log likelihoods, calibration error (Guo et al. 2017, 15 bins) and Brier score."""
         labels = checked_labels(targets, self.mean)
         right = (self.classes == labels).double()
         bins = (self.confidence * 15).long().clamp_max(14)
@@ -258,7 +251,6 @@ class RegressionPrediction(Prediction):
         return ends[0], ends[1]
 
     def particle_log_likelihoods(self, targets: Tensor) -> Tensor:
-        """Return the log density ``(n, N)`` of each datum under each particle, at all outputs of a datum jointly."""
         means, variances = self.particle_means.double(), self.particle_variances.double()
         return gaussian_log_prob(self._checked(targets), means, variances, own=2)
 
@@ -274,8 +266,8 @@ class RegressionPrediction(Prediction):
         }
 
     def _checked(self, targets: Tensor) -> Tensor:
-        own = self.particle_means
-        return off_mps(checked_targets(targets, own.shape[1:])).double().to(own.device)
+        means = self.particle_means
+        return checked_targets(targets, means.shape[1:]).detach().to(means.device).double()
 
 
 def label_log_probs(probs: Tensor, labels: Tensor) -> Tensor:
@@ -299,10 +291,7 @@ def checked_labels(labels: Tensor, probs: Tensor, read: bool = True) -> Tensor:
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
-    """Return how well an uncertainty separates out-of-distribution inputs from inputs like the training data.
-
-    It is the probability that an outside input scores higher than an inside one, with ties counted half: 1 if it
-    always does, 0.5 by chance.
+    """Return the probability that an out-of-distribution input is more uncertain than one inside; ties count half.
 
     >>> auroc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.3, 0.9]))
     0.9166666666666666
@@ -329,9 +318,8 @@ def at_temperature(probs: Tensor, temperature: float) -> Tensor:
 def fit_temperature(particle_probabilities: Tensor, labels: Tensor) -> float:
     """Return the temperature at which the mean of the particles' ``(n, N, C)`` has the largest log likelihood.
 
-    The mean of particles that are each well calibrated is underconfident, because it is flat where they disagree; a
-    network that memorised its training data is overconfident. One temperature, fitted to held-out labels ``(N,)``,
-    fixes both (pool first, then calibrate: Rahaman & Thiery 2021) and changes no predicted class.
+    The mean of well calibrated particles is underconfident where they disagree; a network that memorised its training
+    data is overconfident. One temperature, fitted to held-out labels ``(N,)``, fixes both (Rahaman & Thiery 2021).
     """
     labels = checked_labels(labels, particle_probabilities)
     logs = _logs(particle_probabilities.detach().mean(0, dtype=torch.float64))
@@ -361,11 +349,6 @@ def _logs(probs: Tensor) -> Tensor:
 
 def _entropy(probs: Tensor) -> Tensor:
     return entr(probs).sum(-1).clamp_min(0)  # type: ignore[no-any-return]
-
-
-def off_mps(values: Tensor) -> Tensor:
-    """Detach values and move them from MPS, which has no double precision."""
-    return (values.cpu() if values.device.type == "mps" else values).detach()
 
 
 def gaussian_log_prob(values: Tensor, mean: Tensor, variance: Tensor, own: int = 1) -> Tensor:

@@ -3,14 +3,11 @@
 Every bond has a vector ``lambda`` with one positive entry per rank index, and every lambda is Gamma(a, b). An entry of
 a core is Gaussian with mean 0. Its log variance is the sum over the core's bonds of ``power * u[bond]`` at the entry's
 indices. The powers of one core add up to 2 (`Equation.powers`): an inner core of a train has variance
-``lambda * lambda'``, its first and last core ``lambda ** 2``, a core of three bonds the power 2/3 of each. A core
-without bonds is Normal(0, other_variance).
+``lambda * lambda'``, its first and last core ``lambda ** 2``. A core without bonds is Normal(0, other_variance).
 
 When a lambda goes to zero, every slice at its index vanishes and the rank falls. The density grows without bound on the
-way, hence the floor under ``u`` (`apply_floor`).
-
-`us` holds one vector per bond, in the order of ``equation.bonds``. Nothing branches on a value, so `torch.vmap` and
-CUDA graphs work.
+way, hence the floor under ``u`` (`apply_floor`). `us` holds one vector per bond, in the order of ``equation.bonds``.
+Nothing branches on a value, so `torch.vmap` and CUDA graphs work.
 """
 
 import math
@@ -27,7 +24,7 @@ OTHER_VARIANCE = 100.0
 """The paper's prior variance of every parameter that no lambda governs."""
 
 LIMIT = 30.0
-"""Largest ``|log lambda|``: its exponentials and their products stay finite in single precision."""
+"""Largest ``|log lambda|``, also between cores that are zero: products of exponentials stay finite in single."""
 
 MAX_STEP = 2.0
 """Largest change of ``log lambda`` in one update: far from the mode the conditional is flat and Newton overshoots."""
@@ -50,8 +47,8 @@ def linear_terms(
 ) -> tuple[float, ...]:
     """Per bond the coefficient of ``u`` in ``-log p(cores, lambda)``: half its power for every entry at an index.
 
-    Entries are counted at the ranks `start` of a core's other bonds: those before any cut (default: those of now).
-    Otherwise every cut would weaken the prior on the other bonds of the cores it was made in.
+    Entries are counted at the ranks `start` before any cut (default: those of now), else every cut would weaken the
+    prior on the other bonds of its cores.
     """
     counted = equation.sizes(shapes) | dict(zip(equation.bonds, start or equation.ranks(shapes), strict=True))
     found = dict.fromkeys(equation.bonds, 1.0 - a)
@@ -63,9 +60,8 @@ def linear_terms(
 
 def _precision(labels: Labels, powers: Mapping[str, float], u: Mapping[str, Tensor]) -> Tensor | float:
     """``1 / variance`` that these bonds give to a core's entries, broadcastable to the core."""
-    terms = [
-        (u[bond] * -power).reshape([-1 if label == bond else 1 for label in labels]) for bond, power in powers.items()
-    ]
+    shapes = {bond: [-1 if label == bond else 1 for label in labels] for bond in powers}
+    terms = [(u[bond] * -power).reshape(shapes[bond]) for bond, power in powers.items()]
     return torch.exp(sum(terms[1:], terms[0])) if terms else 1.0
 
 
@@ -78,10 +74,7 @@ def log_prob(
     start: tuple[int, ...] | None = None,
     other_variance: float = OTHER_VARIANCE,
 ) -> Tensor:
-    """``log p(cores | lambda) + log p(lambda)`` with every constant, but for indices cut from `start`.
-
-    Hawkins & Zhang 2019, eqs. 9-11.
-    """
+    """``log p(cores | lambda) + log p(lambda)`` (Hawkins & Zhang 2019, eqs. 9-11), but for constants of cut indices."""
     linear = linear_terms(equation, tuple(core.shape for core in cores), start, a)
     u, terms, constant = dict(zip(equation.bonds, us, strict=True)), [], 0.0
     for core, labels, powers in zip(exact(cores), equation.cores, equation.powers, strict=True):
@@ -92,9 +85,6 @@ def log_prob(
         terms.append(-(own * coefficient + own.exp() * b).sum())
         constant += own.numel() * (a * math.log(b) - math.lgamma(a))
     return torch.stack(terms).sum() + constant
-
-
-# --- the conditional of one bond --------------------------------------------------------------------------------------
 
 
 def energies(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
@@ -113,8 +103,7 @@ def falling_terms(
 
     Per index ``-log p(u | cores, other bonds)`` is ``linear * u + sum over p of falling[p] * exp(-p * u) + b * exp(u)``
     up to a constant: convex in ``u``. A core where the bond has power p contributes to ``falling[p]`` half its
-    `energies` at the index, divided by what its other bonds give to the variance. (The paper prints the derivative with
-    respect to the *variance*, which lacks the chain rule's factors.)
+    `energies` at the index, divided by what its other bonds give to the variance. (The paper lacks the chain rule.)
     """
     u, label = dict(zip(equation.bonds, us, strict=True)), equation.bonds[bond]
     falling: dict[float, Tensor] = {}
@@ -152,10 +141,7 @@ def gradient_step(u: Tensor, linear: float | Tensor, falling: Mapping[float, Ten
 
 
 def apply_floor(u: Tensor, floor: float) -> Tensor:
-    """Keep every entry (of the last axis) at least `floor` times the largest, and all of them within `LIMIT`.
-
-    The limit stops the largest lambda itself between cores that are zero.
-    """
+    """Keep every entry (of the last axis) at least `floor` times the largest, and all of them within `LIMIT`."""
     return torch.maximum(u, u.amax(-1, keepdim=True) + math.log(floor)).clamp(-LIMIT, LIMIT)
 
 

@@ -1,10 +1,4 @@
-"""`Group`: the prior of several factorised weights, as a readable loop over them.
-
-`perf` may register a subclass that treats many weights in a few large operations; it computes the same, and tests
-compare the two.
-"""
-
-from __future__ import annotations
+"""`Group`: the prior of several weights as a readable loop; `perf` may register a subclass that is faster."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,9 +16,8 @@ from bayestrain.prior.hold import Held
 class Group:
     """The prior of some weights, by name, of which some have a norm that is held.
 
-    Every method reads the tensors when it is called, changes them in place, and branches on no value:
-    `torch.func.functional_call` puts others in their place, `torch.vmap` runs a method for many particles, and
-    compaction changes shapes. (A format's alignment may branch, but then cannot run in vmap.)
+    Every method reads the tensors when it is called, changes them in place, and branches on no value, so that it runs
+    under `torch.func.functional_call` and `torch.vmap`. (A format's alignment may branch, but not in vmap.)
     """
 
     def __init__(self, weights: Mapping[str, FactorizedWeight], held: Mapping[str, Held]) -> None:
@@ -38,8 +31,8 @@ class Group:
         terms = []
         for name, weight in self.weights.items():
             state, cores = self._state(name), list(weight.cores)
-            args = weight.equation, cores, state.log_lambdas, state.a, state.b, state.start, other_variance
-            terms.append(density.log_prob(*args))
+            settings = state.a, state.b, state.start, other_variance
+            terms.append(density.log_prob(weight.equation, cores, state.log_lambdas, *settings))
         return total(terms)
 
     @torch.no_grad()
@@ -53,10 +46,7 @@ class Group:
 
     @torch.no_grad()
     def align_(self) -> None:
-        """Turn rank indices to singular directions, as the format does it; the tensors do not change.
-
-        Cores stay as they are if any entry is not finite.
-        """
+        """Turn rank indices to singular directions, unless an entry is not finite; no weight changes."""
         for name in self.trained:
             weight, cores = self.weights[name], list(self.weights[name].cores)
             turned = weight.format.align(weight.equation, cores)
@@ -92,13 +82,10 @@ def norm_of(weight: FactorizedWeight) -> Tensor:
 
 
 def shares(factor: Tensor, cores: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each core's share of a weight's factor, and the factor that these make, for cores of this dtype.
-
-    In half precision a share is the nearest power of two: most others would be lost when cores are rounded.
-    """
+    """Each core's share of a weight's factor, and the factor that these make, for cores of this dtype."""
     if dtype not in (torch.float16, torch.bfloat16):
         return factor ** (1 / cores), factor
-    share = (factor.log2() / cores).round().exp2()
+    share = (factor.log2() / cores).round().exp2()  # most numbers but powers of two would be lost in rounding
     return share, share**cores
 
 

@@ -5,8 +5,6 @@ Under the prior such a weight would shrink to nothing, so its norm is held: its 
 entry where it was relative to its standard deviation.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings
@@ -36,10 +34,8 @@ Followers = dict[nn.Module, set[nn.Module]]
 class Normalised(NamedTuple):
     """Layers whose output normalisations use, and nothing else does: their names, each with those of the norms."""
 
-    sure: dict[str, list[str]]
-    """Those where the forward pass shows it."""
-    possible: dict[str, list[str]]
-    """Those right before a normalisation in a network that cannot be traced, or with hooks there."""
+    sure: dict[str, list[str]]  # the forward pass shows it
+    possible: dict[str, list[str]]  # right before a normalisation, but the network cannot be traced or has hooks there
 
 
 class Held(NamedTuple):
@@ -50,9 +46,9 @@ class Held(NamedTuple):
 
     def companions(self) -> list[tuple[Tensor, int]]:
         """What is rescaled with the weight so that the network computes the same, each with the power of the factor."""
-        places = [(self.layer, "bias", 1)]
-        places += [(norm, *own) for norm in self.norms for own in (("running_mean", 1), ("running_var", 2))]
-        found = [(getattr(module, name, None), power) for module, name, power in places]
+        found = [(getattr(self.layer, "bias", None), 1)]
+        for norm in self.norms:
+            found += [(getattr(norm, "running_mean", None), 1), (getattr(norm, "running_var", None), 2)]
         return [(tensor, power) for tensor, power in found if tensor is not None]
 
 
@@ -91,8 +87,8 @@ def normalised_layers(model: nn.Module) -> Normalised:
     """The factorised layers of `model` whose scale is free, in training and in evaluation mode.
 
     The forward pass is traced with torch.fx. If that fails, neighbours in an `nn.Sequential` count as sure, and other
-    modules that were registered one right after the other as possible. A normalisation used in several places does not
-    count: its statistics belong to several layers. Nor does a layer that shares its weight with another.
+    modules registered one right after the other as possible. A normalisation used in several places does not count,
+    because its statistics belong to several layers, nor does a layer that shares its weight.
     """
     names = {module: name for name, module in model.named_modules()}
     shared = Counter(p for layer in names if isinstance(layer, TensorLayer) for p in layer.parameters())
@@ -122,8 +118,7 @@ class _Tracer(fx.Tracer):
 def _in_graph(model: nn.Module, training: bool) -> Followers:
     """Layers of which every use, in every call of one forward pass, is a normalisation that is called once.
 
-    A copy that shares the parameters is traced, so that the model itself keeps its attributes and buffers. Flags that
-    the forward pass branches on take their defaults.
+    A copy is traced, so that the model keeps its attributes and buffers; flags take their defaults.
     """
     replica = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).train(training)
     arguments = inspect.signature(replica.forward).parameters.items()

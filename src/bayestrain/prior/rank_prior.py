@@ -1,7 +1,5 @@
 """`RankPrior`, under which factorised weights find their ranks, and `NormalPrior` for dense networks."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -45,8 +43,8 @@ class NormalPrior:
 
     Args:
         model: the network. Only parameters that require a gradient now have a prior.
-        num_data: the number of terms that the loss is a mean over: training data, or all their outputs if the loss
-            averages over those, too, as `nn.MSELoss` and token losses do.
+        num_data: how many terms the loss is a mean over: training data, or all their outputs if it averages over
+            those, too, as `nn.MSELoss` and token losses do.
         variance: prior variance of every parameter.
         weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.
         warmup_steps: the weight rises linearly from 0 over this many calls of `step`.
@@ -96,10 +94,7 @@ class NormalPrior:
         return total([*(group.log_prob(self.variance) for group in self.groups), others])
 
     def loss(self, weight: Tensor | float | None = None) -> Tensor:
-        """``-weight * log p / num_data``, to be added to a loss that is a mean over data.
-
-        `weight` replaces `current_weight`: a 0-dim tensor, for a captured step that must see it change.
-        """
+        """``-weight * log p / num_data``, for a loss that is a mean over data; `weight` replaces `current_weight`."""
         return self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
 
     @torch.no_grad()
@@ -138,8 +133,7 @@ class RankPrior(NormalPrior):
     """Gaussian-Gamma prior on every factorised weight, Normal(0, `other_variance`) on every other trainable parameter.
 
     Used as `NormalPrior` is. Lambda is attached to the weights and saved in the model's ``state_dict``; a new prior on
-    a loaded model continues with it. Freeze what shall not train before. (If some cores of a weight train, all have a
-    prior.)
+    a loaded model continues with it. Freeze first what shall not train: a weight without a core that trains has none.
 
     Args:
         a, b: shape and rate of the Gamma prior on every lambda.
@@ -150,9 +144,9 @@ class RankPrior(NormalPrior):
         hold_scale: names of the layers whose weight norm is held, because a normalisation behind them makes it free:
             one of PyTorch's, or a module with an attribute ``forgets_scale = True``. "auto" finds those, and warns
             where it cannot be sure; naming a layer vouches for it. Cores, lambda, bias and running statistics are
-            rescaled together, in half precision by powers of two, so that the network computes the same.
-        align_every: every so many steps, and four times as often in the first two periods, rank indices are turned to
-            the singular directions of their bonds, by which ranks are found sooner and more surely; 0 for never.
+            rescaled together, so that the network computes the same.
+        align_every: every so many steps, four times as often in the first two periods, rank indices are turned to the
+            singular directions of their bonds: ranks are found sooner and more surely. 0 for never.
     """
 
     def __init__(
