@@ -5,11 +5,12 @@ To add a format, write one file with a `Format` and name it in `FORMATS` (docs/t
 
 from bayestrain.errors import ConfigError
 from bayestrain.formats.algebra import contract, contributions, dense, norm
+from bayestrain.formats.cp import CP
 from bayestrain.formats.equation import Equation
 from bayestrain.formats.format import Format
 from bayestrain.formats.tt import TensorTrain
 
-FORMATS: tuple[Format, ...] = (TensorTrain(),)
+FORMATS: tuple[Format, ...] = (TensorTrain(), CP())
 """Every format that layers, saved files and the tests know by name."""
 
 

@@ -1,0 +1,132 @@
+"""CP: a sum of outer products, which share one bond."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bayestrain.formats import algebra
+from bayestrain.formats.algebra import Operand, nonzero
+from bayestrain.formats.align import balance
+from bayestrain.formats.equation import Equation
+from bayestrain.formats.format import SWEEPS, Format, check_tol
+
+EXACT = 1e-7
+"""Relative error below which two tensors are the same: it is the root of a difference of squares."""
+
+SPARE = 2
+"""A decomposition starts with so many times the ranks it may have: from there it rarely ends in a local minimum."""
+
+
+class CP(Format):
+    """``ar, br, cr -> abc``: entry (i, j, k) is the sum of the products of row i, j and k of the cores.
+
+    With three modes or more no singular values tell which indices matter. Ranks are found by taking away one index
+    after another, the one that the others can best replace, and fitting the others again.
+    """
+
+    name: ClassVar[str] = "cp"
+    splits: ClassVar[bool] = True
+
+    def equation(self, modes: Sequence[int]) -> Equation:
+        bond = ("r",) if len(modes) > 1 else ()
+        mode = tuple(f"m{k}" for k in range(len(modes)))
+        return Equation(tuple((m, *bond) for m in mode), mode)
+
+    def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
+        """By least squares from more indices than wanted, of which those are taken away that the others can replace."""
+        equation, caps = self.equation(tensor.shape), self.max_ranks(tensor.shape, max_rank)
+        if equation.is_tree or not bool(tensor.any()):
+            return super().decompose(tensor, tol, max_rank)
+        exact = tensor.detach().double()
+        scale = exact.abs().amax()
+        exact = exact / scale  # NaN if an entry is not finite
+        goal, size = [(exact, equation.modes)], torch.linalg.vector_norm(exact)
+        start = super().decompose(exact, tol, self.max_ranks(tensor.shape, [SPARE * cap for cap in caps]))
+        less = taken_away(equation, start, goal, size, max(tol, EXACT), caps[0])
+        error, cores = polished(equation, less, goal, size, tol)
+        if error > max(tol, EXACT):  # a start with no more indices than wanted may end nearer
+            other = polished(equation, super().decompose(exact, 0.0, caps), goal, size, tol)
+            cores = cores if error <= other[0] else other[1]
+        share = scale ** (1 / len(cores))
+        return [(core * share).to(tensor.dtype).contiguous() for core in balance(equation, cores, "r")]
+
+    def rounds(self, equation: Equation) -> bool:  # noqa: ARG002
+        return True
+
+    def round(
+        self, equation: Equation, cores: Sequence[Tensor], tol: float = 0.0, max_rank: int | Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Indices are taken away as long as the tolerance allows, or the largest rank demands."""
+        if equation.is_tree:
+            return super().round(equation, cores, tol, max_rank)
+        check_tol(tol)
+        caps = self.max_ranks([len(core) for core in cores], max_rank)
+        exact = balance(equation, [core.double() for core in cores], "r")
+        goal, size = algebra.operands(equation, exact), algebra.norm(equation, exact)
+        less = taken_away(equation, exact, goal, size, max(tol, EXACT), caps[0])
+        return [new.to(old.dtype) for new, old in zip(balance(equation, less, "r"), cores, strict=True)]
+
+    def spectra(self, equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Values whose root of the sum of squares, from any index on, is at least the error of taking these away."""
+        if equation.is_tree:
+            return super().spectra(equation, cores)
+        exact = balance(equation, [core.double() for core in cores], "r")
+        goal, size = algebra.operands(equation, exact), algebra.norm(equation, exact)
+        less, errors = exact, [size.new_zeros(())]
+        while less[0].shape[-1] > 1:
+            less = one_less(equation, less, goal)
+            errors.append(relative_error(equation, less, goal, size))
+        lost = torch.stack([*errors, torch.ones_like(size)]).square()
+        lost = torch.where(lost > EXACT**2, lost, 0.0).cummax(0).values
+        return [lost.diff().cummax(0).values.flip(0).sqrt() * size]
+
+
+def one_less(equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand]) -> list[Tensor]:
+    """Without the index that the others can best replace, and these fitted again."""
+    gram = algebra.gram(equation, cores, "r")
+    norms = gram.diagonal().clamp_min(0.0).sqrt()
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    alike = gram / nonzero(norms) / nonzero(norms)[:, None] + 1e-10 * eye
+    alone = norms / torch.linalg.inv(alike).diagonal().clamp_min(1.0).sqrt()  # what no multiples of others replace
+    number = torch.arange(len(gram), device=gram.device)
+    rest = algebra.keep(equation, cores, "r", number[number != alone.argmin()])
+    return balance(equation, algebra.refit(equation, rest, goal, sweeps=5), "r")
+
+
+def relative_error(equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand], size: Tensor) -> Tensor:
+    """Of cores as an approximation of a goal of this norm, without materialising either."""
+    cross = algebra.contract([*goal, *algebra.operands(equation, cores, equation.bonds)], ())
+    squares = size.square() + algebra.norm(equation, cores).square() - 2 * cross
+    return squares.clamp_min(0.0).sqrt() / nonzero(size)
+
+
+def taken_away(
+    equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand], size: Tensor, tol: float, cap: int
+) -> list[Tensor]:
+    """The fewest indices with an error of at most `tol`, and at most `cap` of them."""
+    best = list(cores)
+    while (rank := best[0].shape[-1]) > 1:
+        less = one_less(equation, best, goal)
+        if rank <= cap:
+            error, less = polished(equation, less, goal, size, tol)
+            if not error <= tol:  # NaN, too
+                break
+        best = less
+    return best
+
+
+def polished(
+    equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand], size: Tensor, tol: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Cores fitted until that gains little, and their error."""
+    best, error = list(cores), relative_error(equation, cores, goal, size)
+    for _ in range(0, SWEEPS, 10):
+        if error <= max(tol, EXACT):
+            break
+        before, best = error, algebra.refit(equation, best, goal, sweeps=10)
+        error = relative_error(equation, best, goal, size)
+        if before - error < 1e-3 * before:
+            break
+    return error, best
