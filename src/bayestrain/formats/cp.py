@@ -27,7 +27,6 @@ class CP(Format):
     """
 
     name: ClassVar[str] = "cp"
-    splits: ClassVar[bool] = True
 
     def equation(self, modes: Sequence[int]) -> Equation:
         bond = ("r",) if len(modes) > 1 else ()
