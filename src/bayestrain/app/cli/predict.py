@@ -1,6 +1,7 @@
 """`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
 import dataclasses
+import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device, finished, print_json, resolve_device
+from bayestrain.app.cli.runs import Device, Finished, finished, resolve_device
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
@@ -20,18 +21,12 @@ ARRAYS = (".csv", ".npy", ".pt")
 
 
 def predict(
-    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.", metavar="INPUT..."),
-    ],
-    invert: Annotated[
-        bool | None,
-        typer.Option(
-            "--invert/--no-invert", help="Swap dark and bright in pictures, as digits scanned from paper need it.",
-            show_default="for grey pictures with a bright edge",
-        ),
-    ] = None,
+    folder: Finished,
+    inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.",
+                                                 metavar="INPUT...")],
+    invert: Annotated[bool | None, typer.Option(help="Swap dark and bright in pictures, as digits scanned from paper "
+                                                "need it.", show_default="for grey pictures with a bright edge"),
+                     ] = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with all numbers.")] = False,
 ) -> None:  # fmt: skip
@@ -55,7 +50,7 @@ def predict(
         prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
     rows = [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
     if as_json:
-        print_json(rows)
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     cells = [words(row, particles) for row in rows]
     header = list(dict.fromkeys(key for row in cells for key in row))
@@ -71,10 +66,10 @@ def read_inputs(
     if not result.get("input_shape"):
         raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
     shape, parts, labels = tuple(result["input_shape"]), [], []
-    changes: list[str]
     for path in paths:
+        changes: list[str] = []
         if path.suffix.lower() in ARRAYS:
-            rows, changes = read_array(path, shape).to(getattr(torch, result["input_dtype"])), []
+            rows = read_array(path, shape).to(getattr(torch, result["input_dtype"]))
         elif len(shape) == 3 and shape[0] in (1, 3):
             from bayestrain.app.data.pictures import read_picture
 
@@ -128,12 +123,11 @@ def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     low, high = prediction.interval(0.9)
     values = {"prediction": prediction.mean, "low": low, "high": high}
     values |= {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
-    reasons = prediction.reasons() if hasattr(prediction, "reasons") else None
-    if reasons is None and prediction.mean.shape[1:] == (1,):
+    if prediction.mean.shape[1:] == (1,):  # one number; there are two or more classes
         values = {name: value.squeeze(1) for name, value in values.items()}
     columns = [value.tolist() for value in values.values()]
     rows = [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
-    for row, reason in zip(rows, reasons or (), strict=False):
+    for row, reason in zip(rows, prediction.reasons() if hasattr(prediction, "reasons") else (), strict=False):
         p = row.pop("prediction")
         best, second = sorted(range(len(p)), key=lambda k: -p[k])[:2]
         names = list(classes or map(str, range(len(p))))

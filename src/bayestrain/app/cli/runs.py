@@ -1,6 +1,5 @@
 """Commands on finished runs, `bayestrain inspect`, `evaluate` and `report`, and what they share with the others."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,15 +11,10 @@ from bayestrain.tables import text_table
 if TYPE_CHECKING:
     from bayestrain.app.report.read import Run
 
-HELP = {"help_option_names": ["-h", "--help"]}
 DEVICE = "auto, cpu, cuda, cuda:N or mps. Default: a GPU if there is one."
 Device = Annotated[str, typer.Option("--device", help=DEVICE, metavar="DEVICE", show_default=False)]
+Finished = Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")]
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")]
-
-
-def print_json(value: object) -> None:
-    """Print exactly one JSON value on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
 
 
 def existing(folder: Path) -> Path:
@@ -68,13 +62,12 @@ def resolve_device(device: str) -> str:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its predicted time.")
-    ] = False,
+    folder: Finished,
+    plan: Annotated[bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its "
+                                       "predicted time.")] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: inputs at a time.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show the layers of a run's network: formats, ranks and sizes.
 
     \b
@@ -119,13 +112,8 @@ def evaluate(folders: Runs, device: Device = "auto") -> None:
 
 def report(
     folders: Runs,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page of a comparison. Default: comparison.html beside the first run.", show_default=False,
-            metavar="FILE.html",
-        ),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Page of a comparison. "
+                                             "Default: comparison.html beside the first run.")] = None,
 ) -> None:  # fmt: skip
     """Write the HTML report of a run, or a comparison of several.
 

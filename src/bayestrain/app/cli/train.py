@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import DEVICE, print_closing, print_json, resolve_device
+from bayestrain.app.cli.runs import DEVICE, print_closing, resolve_device
 from bayestrain.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from bayestrain.train.config import RunConfig
 
 WHAT, WHERE, SHOW = "What to train", "Where", "What to print"
-EXAMPLE = Path(__file__).parents[1] / "example.toml"
 
 
 def option(panel: str, name: str, metavar: str, help: str) -> Any:
@@ -96,14 +95,14 @@ def train(
         again += "" if device == "auto" else f" --device {device}"
         error.add_note(again if checkpoint.exists() else "Nothing was saved yet: run the same command again.")
         raise
+    if not (quiet or as_json):
+        print_closing(folder)
+        return
     from bayestrain.app.report import write_report
 
-    if as_json:
-        print_json({**result, "folder": str(folder), "report": str(write_report(folder))})
-    elif quiet:
-        print(write_report(folder))
-    else:
-        print_closing(folder)
+    page = str(write_report(folder))
+    full = {**result, "folder": str(folder), "report": page}
+    print(json.dumps(full, indent=2, ensure_ascii=False) if as_json else page)
 
 
 def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> "RunConfig":
@@ -121,7 +120,7 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
         name = model.partition(":")[2] or "run"
         start = config.RunConfig.from_dict({"run": {"name": name, "model": model, "data": data}})
     else:
-        start = config.load(file or EXAMPLE)
+        start = config.load(file or Path(__file__).parents[1] / "example.toml")
     return start.override([*(f"{key}={json.dumps(value)}" for key, value in short.items()), *overrides])
 
 

@@ -11,7 +11,6 @@ from bayestrain.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
 """Formats that are opened, whatever the file is called. Others of Pillow's run programs (EPS starts Ghostscript)."""
-BRIGHT = 127
 
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is raised is enough
 
@@ -39,7 +38,7 @@ def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None)
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     edge = np.median(np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]), axis=0)
     if invert is None:
-        invert = channels == 1 and (transparent or not fits) and edge[0] > BRIGHT
+        invert = channels == 1 and (transparent or not fits) and edge[0] > 127
     if not fits:
         changes.insert(0, f"{image.width}x{image.height} to {width}x{height}")
         background = tuple(int(level) for level in edge)

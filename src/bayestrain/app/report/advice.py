@@ -3,13 +3,8 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from bayestrain.app.report.facts import confidence, covered, join, number, percent, plural, right
+from bayestrain.app.report.facts import covered, join, number, percent, plural
 from bayestrain.app.report.read import Run
-
-AT_MAXIMUM = 0.25
-"""Part of the bonds that may keep their maximum rank before a larger one is worth a try."""
-MISCALIBRATED, CUT_LOSS = 0.02, 0.01
-"""Differences between mean confidence and accuracy, and losses of accuracy in a cut, that deserve a sentence."""
 
 
 def advice(run: Run) -> list[str]:
@@ -25,8 +20,8 @@ def _training(run: Run) -> Iterator[str]:
     broken = [line["epoch"] for line in run.history if not isfinite(line.get("train_loss", 0.0))]
     if broken:
         yield f"The training loss is not finite from epoch {broken[0]} on: lower lr in [fit], or clip gradients."
-    held = [(line["validation"].get("log_likelihood"), line["epoch"]) for line in run.history]
-    scores = [(score, epoch) for score, epoch in held if score is not None]
+    held = [(line["validation"], line["epoch"]) for line in run.history]
+    scores = [(found["log_likelihood"], epoch) for found, epoch in held if "log_likelihood" in found]
     if len(scores) < 5:
         return
     (best, at), (last, end) = max(scores), scores[-1]
@@ -61,7 +56,7 @@ def _ranks(run: Run) -> Iterator[str]:
         )
     cap = run.config.get("tensorize", {}).get("max_rank") or max(start for _, start in bonds)
     full = sum(now == start == cap for now, start in bonds)
-    if full >= AT_MAXIMUM * len(bonds):
+    if full >= 0.25 * len(bonds):
         yield (
             f"{full} of {plural(len(bonds), 'bond')} kept the maximum rank of {cap}, so the data may support more: "
             f"raise max_rank in [tensorize], for example to {2 * cap}, if accuracy matters more than size."
@@ -70,7 +65,7 @@ def _ranks(run: Run) -> Iterator[str]:
     if len(sizes) >= 10 and sizes[-1] < 0.98 * sizes[-1 - len(sizes) // 10]:
         yield "The search ended while ranks were still being pruned: more epochs in [fit] give a smaller network."
     before, after = (scores.get("accuracy", 0.0) for scores in (search[-1]["validation"], run.result["validation"]))
-    if before - after > CUT_LOSS:
+    if before - after > 0.01:
         yield (
             f"The final cut cost {100 * (before - after):.1f} points of validation accuracy: cut less (a lower "
             "round_tol or target in [fit]), or fine-tune longer (finetune_epochs)."
@@ -87,8 +82,8 @@ def _certainty(run: Run) -> Iterator[str]:
     elif calibrated:
         remedy = "a temperature fitted on validation data does not help; check that they resemble the test data"
     if "labels" in found:
-        promised, kept = float(confidence(found).mean()), float(right(found).mean())
-        if abs(promised - kept) > MISCALIBRATED:
+        promised, kept = (float(found[name].mean()) for name in ("confidence", "right"))
+        if abs(promised - kept) > 0.02:
             claim = "overconfident" if promised > kept else "underconfident"
             yield f"It is {claim} ({percent(promised, 1)} sure on average, {percent(kept, 1)} right): {remedy}."
     if "mean" in found and not 0.83 <= (held := covered(found, 0.9)) <= 0.97:

@@ -1,21 +1,20 @@
 """The figures to judge a run by, as people read them: its scores, its layers, and how well its certainty holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import NormalDist
 
 import numpy as np
 
-from bayestrain.app.report.read import Array, Run
+from bayestrain.app.report.read import Arrays, Run
 
 FEW_LAYERS = 6
-Arrays = Mapping[str, Array]
 
 
 def percent(value: float, digits: int = 2) -> str:
     """0.9856 -> "98.56%"."""
-    return f"{100 * value:.{digits}f}%"
+    return f"{value:.{digits}%}"
 
 
 def number(value: float) -> str:
@@ -25,7 +24,7 @@ def number(value: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     """2, "layer" -> "2 layers"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def join(values: Iterable[object], separator: str = ", ") -> str:
@@ -42,24 +41,9 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def confidence(found: Arrays) -> Array:
-    """The probability of the likeliest class."""
-    return np.asarray(found["probabilities"].max(1))
-
-
-def right(found: Arrays) -> Array:
-    """Whether the likeliest class is the true one."""
-    return np.asarray(found["probabilities"].argmax(1) == found["labels"])
-
-
-def errors(found: Arrays) -> Array:
-    """Errors of values in units of the predicted standard deviation."""
-    return np.asarray((found["targets"] - found["mean"]) / np.maximum(found["std"], 1e-30))
-
-
 def covered(found: Arrays, share: float) -> float:
     """Part of the targets inside the central interval that should hold this share of them."""
-    return float((np.abs(errors(found)) <= NormalDist().inv_cdf((1 + share) / 2)).mean())
+    return float((np.abs(found["errors"]) <= NormalDist().inv_cdf((1 + share) / 2)).mean())
 
 
 def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
@@ -74,8 +58,7 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
         few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= FEW_LAYERS else []
         found.append(("Rank indices", f"{now:,}", [f"of {start:,} at the start", *few]))
 
-    which = result.get("evaluated_on", "test") if metrics else "validation"
-    scores = metrics or held
+    which, scores = (result.get("evaluated_on", "test"), metrics) if metrics else ("validation", held)
     for key, label, show in (("accuracy", "Accuracy", percent), ("rmse", "RMSE", number)):
         if key in scores:
             notes = [f"validation {show(held[key])}"] if which == "test" and key in held else []
@@ -106,16 +89,15 @@ def layer_table(run: Run) -> Table:
     """A row for each layer of a finished run, and one for the whole network."""
     result, particles = run.result, run.result["posterior"].get("particles", 1)
     starts, ranks, dense, now = (result[k] for k in ("start_ranks", "ranks", "dense_parameters", "parameters"))
-    rows = [
+    layers = [
         (name, x["format"] or "dense", x["layout"] or "", join(x["shape"], "×"), join(starts.get(name, ())),
-         join(ranks.get(name, ())), *_sizes(x["dense"], x["now"]))
+         join(ranks.get(name, ())), x["dense"], x["now"])
         for name, x in result["layers"].items()
     ]  # fmt: skip
     name = "whole network" if particles == 1 else f"each of {particles} particles"
-    rows.append((name, "", "", "", "", "", *_sizes(dense, now)))
+    rows = [
+        (*texts, f"{before:,}", f"{after:,}", f"{before / after:,.1f}×")
+        for *texts, before, after in [*layers, (name, "", "", "", "", "", dense, now)]
+    ]
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
-    return Table(f"Layers ({len(rows) - 1})", header, rows)
-
-
-def _sizes(dense: int, now: int) -> tuple[str, str, str]:
-    return f"{dense:,}", f"{now:,}", f"{dense / now:,.1f}×"
+    return Table(f"Layers ({len(layers)})", header, rows)
