@@ -43,8 +43,8 @@ class CleanErrors(TyperGroup):
 
 def fail(error: BaseException, message: str, code: int = 2) -> NoReturn:
     """Print one message, with the notes that were added to the error, and exit."""
-    typer.secho("bayestrain: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(" ".join([message, *getattr(error, "__notes__", ())]), err=True)
+    name = typer.style("bayestrain:", fg="red", bold=True)
+    typer.echo(" ".join([name, message, *getattr(error, "__notes__", ())]), err=True)
     raise typer.Exit(code) from None
 
 
@@ -82,9 +82,8 @@ def list_data() -> None:
 
     rows = []
     for spec in SPECS.values():
-        here = all(file.find(spec.home) for file in spec.files)
-        size = f"{sum(file.size for file in spec.files) / 1e6:.0f} MB"
-        rows.append([spec.name, spec.title, "yes" if here else "no", size])
+        here, size = all(file.find(spec.home) for file in spec.files), sum(file.size for file in spec.files)
+        rows.append([spec.name, spec.title, "yes" if here else "no", f"{size / 1e6:.0f} MB"])
     print(text_table(["name", "what", "here", "size"], rows, left_columns=3))
     print(f"\nFetch one with: bayestrain data get NAME. The cache is {cache_folder()}.")
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import pickle
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ARRAYS = (".csv", ".npy", ".pt")
+Json = dict[str, Any]
 
 
 def predict(
@@ -57,9 +57,7 @@ def predict(
     print(text_table(header, [[row.get(key, "") for key in header] for row in cells], left_columns=len(header)))
 
 
-def read_inputs(
-    paths: Sequence[Path], result: Mapping[str, Any], invert: bool | None
-) -> tuple["Tensor", list[dict[str, str]]]:
+def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["Tensor", list[dict[str, str]]]:
     """All inputs as one batch, and for each its name and what was changed in a picture."""
     import torch
 
@@ -118,14 +116,14 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     return found.reshape(-1, *shape)
 
 
-def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
+def answers(prediction: Any, classes: list[str]) -> list[Json]:
     """What is predicted for each input, in numbers."""
     low, high = prediction.interval(0.9)
     values = {"prediction": prediction.mean, "low": low, "high": high}
     values |= {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
     if prediction.mean.shape[1:] == (1,):  # one number; there are two or more classes
         values = {name: value.squeeze(1) for name, value in values.items()}
-    columns = [value.tolist() for value in values.values()]
+    columns = (value.tolist() for value in values.values())
     rows = [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
     for row, reason in zip(rows, prediction.reasons() if hasattr(prediction, "reasons") else (), strict=False):
         p = row.pop("prediction")
@@ -139,7 +137,7 @@ def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def words(row: Mapping[str, Any], particles: int) -> dict[str, str]:
+def words(row: Json, particles: int) -> dict[str, str]:
     """An answer as the cells of a table."""
     cells = {"input": row["input"]}
     if "class" in row:

@@ -17,16 +17,11 @@ Finished = Annotated[Path, typer.Argument(help="Folder of a finished run.", meta
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")]
 
 
-def existing(folder: Path) -> Path:
-    """The folder, if there is one: a missing one is reported at once, before heavy imports."""
+def finished(folder: Path) -> "Run":
+    """The finished run in a folder; a missing one is reported at once, before heavy imports."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
-    return folder
-
-
-def finished(folder: Path) -> "Run":
-    """The finished run in a folder."""
-    if not (existing(folder) / "result.json").is_file():
+    if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} holds no finished run. To finish one: bayestrain train --resume --out {folder}")
     from bayestrain.app.report.read import read_run
 
@@ -34,16 +29,14 @@ def finished(folder: Path) -> "Run":
 
 
 def print_closing(folder: Path) -> None:
-    """Print the result of a finished run, and write its report."""
+    """Write the report of a finished run, which checks its files, and print its result."""
     from bayestrain.app.report import write_report
     from bayestrain.app.report.facts import tiles
-    from bayestrain.app.report.read import reading
 
-    run = finished(folder)
-    with reading(folder):
-        lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
-        lines += [("Warning", str(text)) for text in run.result["posterior"].get("warnings", ())]
-    for label, text in [*lines, ("Report", str(write_report(folder)))]:
+    page, run = write_report(folder), finished(folder)
+    lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
+    lines += [("Warning", str(text)) for text in run.result["posterior"].get("warnings", ())]
+    for label, text in [*lines, ("Report", str(page))]:
         print(f"{label + ':':<24}{text}")
 
 
@@ -122,8 +115,6 @@ def report(
       bayestrain report runs/digits-seed0
       bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
     """
-    for folder in folders:
-        existing(folder)
     from bayestrain.app.report import write_comparison, write_report
 
     if len(folders) > 1:

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bayestrain.errors import DataError
@@ -14,10 +15,8 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
 
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is raised is enough
 
-Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-
-def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> tuple[Array, list[str]]:
+def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> tuple[NDArray[np.uint8], list[str]]:
     """Read a picture file as uint8 `shape`, (C, H, W); 1 channel is grey, 3 are red, green and blue. Also what changed.
 
     `invert` swaps dark and bright, or not. None decides for grey networks, which expect bright things on black: a

@@ -5,8 +5,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -39,8 +38,7 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """One figure as a data address."""
 
     title: str
@@ -54,8 +52,7 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has it
         figure = Figure(figsize=(4, height), layout="constrained")  # a phone shows text at nearly its natural size
-        axes = figure.subplots()
-        axes.set(xlabel=x, ylabel=y)
+        axes = figure.add_subplot(xlabel=x, ylabel=y)
         for axis, label in ((axes.xaxis, x), (axes.yaxis, y)):
             if label.endswith("(%)"):
                 axis.set_major_formatter(PercentFormatter(1, symbol=""))
@@ -128,12 +125,11 @@ def curves(run: Run, *titles: str) -> list[Plot]:
         label, key, sign, held = CURVES[title]
         training = [(line["epoch"], sign * line[key]) for line in run.history if key in line]
         validation = [(line["epoch"], line["validation"][held]) for line in run.history if held in line["validation"]]
-        lines = {"training": training, "validation": validation}
-        if max(len(training), len(validation)) > 1:
+        both = ((training, "-", BLUE, "training"), (validation, "--", ORANGE, "validation"))
+        if lines := [line for line in both if len(line[0]) > 1]:
             with drawn(plots, title, "", y=label) as axes:
-                for look, (name, points) in zip(("-", "--"), lines.items(), strict=True):
-                    if len(points) > 1:
-                        axes.plot(*zip(*points, strict=True), look, color=BLUE if look == "-" else ORANGE, label=name)
+                for points, look, colour, name in lines:
+                    axes.plot(*zip(*points, strict=True), look, color=colour, label=name)
                 _epochs(axes, run)
     return plots
 
@@ -150,17 +146,16 @@ def _epochs(axes: Axes, run: Run) -> None:
 def certainty_plots(run: Run) -> list[Plot]:
     """Whether probabilities and intervals mean what they say, and where uncertainty comes from."""
     found, plots = run.predictions, list[Plot]()
-    promised: Any
     if not found:
         return plots
     if "labels" in found:
         sure, good = found["confidence"], found["right"]
         bins = [places for places in np.array_split(np.argsort(sure), 15) if len(places)]
-        promised, kept = ([values[places].mean() for places in bins] for values in (sure, good))
+        promised, kept = (np.array([values[places].mean() for places in bins]) for values in (sure, good))
         promise, labels = "answers given with 90% confidence are right", ("confidence (%)", "accuracy (%)")
     else:
         promised, good = np.linspace(0.05, 0.99, 40), np.abs(found["errors"]).ravel() < 1.645
-        kept = [covered(found, share) for share in promised]
+        kept = np.array([covered(found, share) for share in promised])
         promise, labels = "90% intervals hold the true value", ("interval (%)", "true values inside (%)")
     caption = f"On the dotted line, {promise} 90% of the time; below it, the predictions are overconfident."
     with drawn(plots, "Calibration", caption, *labels) as axes:
@@ -176,8 +171,7 @@ def _rejection(plots: list[Plot], found: Arrays) -> None:
     hit = found["right"][np.argsort(found["total"], kind="stable")]
     answered = np.arange(1, len(hit) + 1)
     accuracy = np.cumsum(hit) / answered
-    at_90 = percent(accuracy[round(0.9 * (len(hit) - 1))])
-    overall = percent(accuracy[-1])
+    at_90, overall = percent(accuracy[round(0.9 * (len(hit) - 1))]), percent(accuracy[-1])
     caption = f"It is right on {at_90} of the 90% of inputs it is most certain of, and on {overall} of all."
     labels = ("inputs answered, most certain first (%)", "accuracy on them (%)")
     with drawn(plots, "Accuracy if it may abstain", caption, *labels) as axes:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,16 @@ import numpy as np
 from matplotlib.ticker import NullFormatter
 
 from bayestrain.app.report import figures
-from bayestrain.app.report.advice import advice
-from bayestrain.app.report.facts import Table, join, layer_table, number, percent, plural, tiles
+from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
 from bayestrain.app.report.read import Run, load, read_run, reading
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
 Runs = dict[str, Run]
+Section = dict[str, Any]
+"""The arguments of the macro `section` in base.html.j2."""
 DECISIVE = {"classification": ("accuracy", 1, percent), "regression": ("rmse", -1, number)}
 """The score that decides which run is best, whether high or low is good; else it is the log likelihood."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """What a part of a page shows; one without plots, tables and pictures is left out."""
-
-    title: str
-    texts: Sequence[str] = ()
-    plots: Sequence[figures.Plot] = ()
-    tables: Sequence[Table] = ()
-    pictures: Sequence[dict[str, Any]] = ()
 
 
 def write_report(folder: Path | str) -> Path:
@@ -42,13 +31,15 @@ def write_report(folder: Path | str) -> Path:
     folder = Path(folder)
     run, environment, settings = read_run(folder), load(folder / "environment.json"), folder / "config.toml"
     with reading(folder):
+        layers = [layer_table(run)] if run.finished else []
+        name = str(run.config.get("run", {}).get("name") or folder.resolve().name)
         sections = [
-            Section("Ranks and size", (), figures.rank_plots(run), [layer_table(run)] if run.finished else []),
-            Section("Training", (), figures.curves(run, "Log likelihood", "Prior", "Accuracy", "RMSE")),
+            Section(title="Ranks and size", plots=figures.rank_plots(run), tables=layers),
+            Section(title="Training", plots=figures.curves(run, "Log likelihood", "Prior", "Accuracy", "RMSE")),
             _certainty(run),
         ]
         page = _render(
-            "run.html.j2", title=run.name, lead=_lead(run), tiles=tiles(run), advice=advice(run),
+            "run.html.j2", title=name, lead=_lead(run), tiles=tiles(run), advice=advice(run),
             sections=sections, command=environment.get("command"), environment=environment,
             config=settings.read_text(encoding="utf-8") if run.config else "",
         )  # fmt: skip
@@ -76,9 +67,11 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
         ]
         best, plots = verdict(runs)
         sections = [
-            Section("Runs", (), plots, _side_by_side("score", runs, scores)),
-            Section("Settings that differ", (), (), _side_by_side("setting", runs, settings, all_keys=False)),
-            Section("Ranks", ("In the order of each layer’s bonds.",), (), _side_by_side("layer", runs, ranks)),
+            Section(title="Runs", plots=plots, tables=_side_by_side("score", runs, scores)),
+            Section(title="Settings that differ", tables=_side_by_side("setting", runs, settings, all_keys=False)),
+            Section(
+                title="Ranks", texts=["In the order of each layer’s bonds."], tables=_side_by_side("layer", runs, ranks)
+            ),
         ]
         title = f"{plural(len(runs), 'run')} compared"
         page = _render("base.html.j2", title=title, lead=best, links=links, sections=sections)
@@ -115,7 +108,8 @@ def _certainty(run: Run) -> Section:
     if diagnostics:
         rows = [(name.replace("_", " "), number(value)) for name, value in diagnostics.items()]
         tables.append(Table("Diagnostics of the particles", ("diagnostic", "value"), rows))
-    return Section("Certainty", texts, figures.certainty_plots(run), tables, pictures)
+    plots = figures.certainty_plots(run)
+    return Section(title="Certainty", texts=texts, plots=plots, tables=tables, pictures=pictures)
 
 
 def _picture(run: Run, place: int) -> dict[str, Any]:

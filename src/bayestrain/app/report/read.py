@@ -45,10 +45,6 @@ class Run:
     config: Json
 
     @property
-    def name(self) -> str:
-        return str(self.config.get("run", {}).get("name") or self.folder.resolve().name)
-
-    @property
     def progress(self) -> str:
         """How far an unfinished run has come."""
         fit = self.config.get("fit", {})
