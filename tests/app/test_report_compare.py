@@ -63,11 +63,8 @@ def test_different_tasks_and_unfinished_runs_are_not_ranked(tmp_path: Path) -> N
     assert "c (unfinished)" in text
 
 
-def test_a_run_given_twice_counts_once(tmp_path: Path) -> None:
+def test_a_run_given_twice_counts_once_and_none_is_an_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     assert "1 run compared" in compared(tmp_path, run, tmp_path / "." / "a")[1]
-
-
-def test_without_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Give at least one run folder"):
         write_comparison([], tmp_path / "page.html")
