@@ -49,7 +49,7 @@ def write_run(
     rng = np.random.default_rng(seed)
     about = {} if kind == "dense" else LAYERS if layers is None else layers
     posterior = kind.endswith("posterior")
-    task = kind.partition("-")[0] if kind in ("other",) or kind.startswith("regression") else "classification"
+    task = kind.partition("-")[0] if kind.startswith(("other", "regression")) else "classification"
     (folder / "config.toml").write_text(
         CONFIG.format(name=json.dumps(name), task=task, seed=seed, weight=weight, epochs=EPOCHS, finetune=FINETUNE)
     )
@@ -79,7 +79,7 @@ def write_run(
             "head": {"format": None, "layout": None, "shape": [10, 64], "dense": 650, "start": 650, "now": 650},
         },
         "metrics": metrics, "calibrated": calibrated, "validation": lines[-1]["validation"],
-        "posterior": _posterior(about, metrics) if posterior else None,
+        "posterior": _posterior(metrics) if posterior else None,
         "classes": [f"digit {k}" for k in range(10)] if task == "classification" else None,
         "seconds": 260.06, "peak_memory_bytes": 602560512, "device": "cpu", "from_run": None,
     })  # fmt: skip
@@ -146,10 +146,9 @@ def _spectrum(start: int, now: int, rng: np.random.Generator) -> list[float]:
     return [*kept.tolist(), *np.sort(rng.uniform(1e-5, 1e-3, start - now))[::-1].tolist()]
 
 
-def _posterior(layers: Any, metrics: Json) -> Json:
+def _posterior(metrics: Json) -> Json:
     return {
         "method": "svgd", "particles": 8, "mean_log_likelihood": metrics["log_likelihood"] - 0.05, "warnings": [],
-        "own_ranks": {name: [[end + k % 3 for k in range(8)] for end in ends] for name, (*_, ends) in layers.items()},
         "diagnostics": {"effective_particles": 6.02, "spread": 1.2, "ksd": 0.00031, "disagreement": 0.021},
         "ood": {"name": "patches", "auroc": 0.9731},
     }  # fmt: skip
@@ -179,7 +178,6 @@ def _predictions(
     found = {
         "probabilities": probabilities, "labels": labels, "total": total, "aleatoric": aleatoric,
         "epistemic": np.maximum(total - aleatoric, 0) if posterior else np.zeros(n), "hardest": hardest,
-        "hardest_particle_probabilities": np.ascontiguousarray(each[:, hardest]),
     }  # fmt: skip
     if pictures:
         found["hardest_inputs"] = rng.normal(size=(24, 1, 14, 14)).astype(np.float32)

@@ -93,12 +93,6 @@ def test_augment_and_device(digits: data.Splits) -> None:
     assert next(rest.batches(1, shuffle=False))[0].mean() > 0.5 > next(held_out.batches(1, shuffle=False))[0].mean()
 
 
-@pytest.mark.parametrize("batch_size", [0, -3])
-def test_a_batch_size_without_images_is_refused_at_once(digits: data.Splits, batch_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"batch_size must be 1 or more, not {batch_size}"):
-        digits.test.batches(batch_size, shuffle=False)
-
-
 def test_subset_takes_indices_in_order(digits: data.Splits) -> None:
     few = digits.test.subset([5, 1, 5])
     assert torch.equal(few.images, digits.test.images[[5, 1, 5]])
@@ -123,12 +117,15 @@ def test_a_split_with_an_empty_part_is_refused(digits: data.Splits, fraction: fl
         digits.train.split(fraction, seed=0)
 
 
-def test_wrong_tensors_are_refused() -> None:
+def test_wrong_tensors_and_batch_sizes_are_refused_at_once() -> None:
     good = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
     with pytest.raises(DataError, match=r"images must be uint8 \(N, C, H, W\), not torch.float32 \(2, 1, 4, 4\)"):
         data.Images(good.float(), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(DataError, match=r"labels must be int64 \(2,\), not torch.int64 \(3,\)"):
         data.Images(good, torch.zeros(3, dtype=torch.int64))
+    for size in (0, -3):
+        with pytest.raises(ConfigError, match=f"batch_size must be 1 or more, not {size}"):
+            data.Images(good, torch.zeros(2, dtype=torch.int64)).batches(size, shuffle=False)
 
 
 def test_importing_and_loading_does_not_import_pillow() -> None:
@@ -183,7 +180,7 @@ def test_any_shape_is_read(shape: list[int], drawn: st.DataObject) -> None:
 
 def test_a_cifar_record_is_a_label_and_three_planes() -> None:
     record = bytes([7]) + bytes([10]) * 1024 + bytes([20]) * 1024 + bytes(range(32)) * 32
-    found, labels = images.cifar_batch(record * 10_000)
+    found, labels = images.cifar(record * 10_000)
     assert (found.shape, labels.dtype, labels.unique().tolist()) == ((10_000, 3, 32, 32), torch.int64, [7])
     assert found[9_999, 0].unique().tolist() == [10]
     assert found[0, 1].unique().tolist() == [20]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_folders import LAYERS, Json, edit, load, unfinished, write_run
+from run_folders import LAYERS, Json, edit, load, write_run
 from safetensors.numpy import load_file, save_file
 
-from bayestrain.app.report.advice import advice
+from bayestrain.app.report.facts import advice
 from bayestrain.app.report.read import read_run
 
 
@@ -24,17 +24,6 @@ def with_ends(*ends: list[int]) -> Any:
     return {name: (*about[:4], end) for (name, about), end in zip(LAYERS.items(), ends, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "kind", ["classification", "posterior", "regression", "regression-posterior", "other", "dense"]
-)
-def test_a_good_run_needs_nothing(tmp_path: Path, kind: str) -> None:
-    assert said(write_run(tmp_path / "run", kind)).startswith("Nothing here calls for another run")
-
-
-def test_an_unfinished_run_is_resumed(tmp_path: Path) -> None:
-    assert "still at epoch 5 of 20. To resume it, add --resume" in said(unfinished(write_run(tmp_path / "run")))
-
-
 FULL = [starts for _, _, _, starts, _ in LAYERS.values()]
 
 
@@ -44,18 +33,11 @@ FULL = [starts for _, _, _, starts, _ in LAYERS.values()]
         ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20, so the data", "collapsed"),
         ([[6, 20, 3], [20], [4, 20, 8, 2]], "for example to 40", "No rank was pruned"),
         ([[18, 7, 9], [7], [4, 8, 8, 2]], "Nothing here", "maximum rank"),  # their modes limit these bonds
-        (
-            FULL,
-            "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
-            "max",
-        ),
-        (
-            [[6, 9, 3], [1], [1, 1, 1, 1]],
-            "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck",
-            "maximum",
-        ),
+        (FULL, "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
+         "max"),
+        ([[6, 9, 3], [1], [1, 1, 1, 1]], "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck", "max"),
     ],
-)
+)  # fmt: skip
 def test_ranks(tmp_path: Path, ends: list[list[int]], wanted: str, unwanted: str) -> None:
     text = said(write_run(tmp_path / "run", layers=with_ends(*ends), weight=0.2))
     assert wanted in text

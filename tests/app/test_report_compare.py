@@ -9,7 +9,7 @@ import pytest
 from run_folders import edit, unfinished, write_run
 
 from bayestrain.app.report import write_comparison, write_report
-from bayestrain.app.report.compare import verdict
+from bayestrain.app.report.page import verdict
 from bayestrain.app.report.read import Run, read_run
 from bayestrain.errors import DataError
 
@@ -42,7 +42,7 @@ def test_the_best_run_and_the_smallest_that_comes_close(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, name=name) for name in ("large", "small", "poor")]
     for run, accuracy, size in zip(runs, (0.95, 0.947, 0.9), (5000, 900, 100), strict=True):
         edit(run, metrics={"accuracy": accuracy}, parameters=size)
-    found = verdict(named(large=runs[0], small=runs[1], poor=runs[2]))
+    found = verdict(named(large=runs[0], small=runs[1], poor=runs[2]))[0]
     assert found.startswith("large has the best accuracy, 95.00%, with 5,000 parameters.")
     assert found.endswith(" small comes close with 94.70% and only 900.")
 
@@ -51,7 +51,7 @@ def test_a_low_rmse_is_best(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, "regression", name=name) for name in ("good", "bad")]
     for run, rmse in zip(runs, (0.2, 0.4), strict=True):
         edit(run, metrics={"rmse": rmse})
-    assert verdict(named(good=runs[0], bad=runs[1])) == "good has the best rmse, 0.200, with 3,650 parameters."
+    assert verdict(named(good=runs[0], bad=runs[1]))[0] == "good has the best rmse, 0.200, with 3,650 parameters."
 
 
 def test_different_tasks_and_unfinished_runs_are_not_ranked(tmp_path: Path) -> None:
@@ -63,11 +63,8 @@ def test_different_tasks_and_unfinished_runs_are_not_ranked(tmp_path: Path) -> N
     assert "c (unfinished)" in text
 
 
-def test_a_run_given_twice_counts_once(tmp_path: Path) -> None:
+def test_a_run_given_twice_counts_once_and_none_is_an_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     assert "1 run compared" in compared(tmp_path, run, tmp_path / "." / "a")[1]
-
-
-def test_without_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Give at least one run folder"):
         write_comparison([], tmp_path / "page.html")

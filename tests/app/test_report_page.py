@@ -108,7 +108,7 @@ def test_every_kind_of_run_has_its_figures(tmp_path: Path, kind: str) -> None:
     page = report(write_run(tmp_path / "run", kind))
     assert set(page.figures) == EXPECTED[kind]
     assert len(page.titles) == len(page.figures)
-    assert "What to do next" in page.text
+    assert re.search(r"What to do next\s*Nothing here calls for another run", page.text)
     assert "bayestrain train run.toml" in page.text
     assert "max_rank = 20" in page.text
     assert "ec317859a1b6" in page.text
@@ -208,7 +208,7 @@ def test_an_unfinished_run_shows_what_is_there(run: Path) -> None:
     assert "This run is unfinished" in page.text
     assert set(page.figures) == TRAINING | {"Ranks over the epochs", "Accuracy"}
     assert "Epochs so far" in page.text
-    assert "still at epoch 5 of 20" in page.text
+    assert "still at epoch 5 of 20. To resume it, add --resume" in page.text
     assert tiles(read_run(run))[2][0] == "Accuracy (validation)"
 
 

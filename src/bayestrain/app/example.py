@@ -1,7 +1,5 @@
 """The embedded example, which `bayestrain train` trains when it is given nothing else: 12,000 handwritten digits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from torch import nn

@@ -1,15 +1,15 @@
 """`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
 import dataclasses
+import json
 import math
 import pickle
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device, finished, print_json, resolve_device
+from bayestrain.app.cli.runs import Device, Finished, finished, resolve_device
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
@@ -17,21 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ARRAYS = (".csv", ".npy", ".pt")
+Json = dict[str, Any]
 
 
 def predict(
-    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.", metavar="INPUT..."),
-    ],
-    invert: Annotated[
-        bool | None,
-        typer.Option(
-            "--invert/--no-invert", help="Swap dark and bright in pictures, as digits scanned from paper need it.",
-            show_default="for grey pictures with a bright edge",
-        ),
-    ] = None,
+    folder: Finished,
+    inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.",
+                                                 metavar="INPUT...")],
+    invert: Annotated[bool | None, typer.Option(help="Swap dark and bright in pictures, as digits scanned from paper "
+                                                "need it.", show_default="for grey pictures with a bright edge"),
+                     ] = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with all numbers.")] = False,
 ) -> None:  # fmt: skip
@@ -55,26 +50,24 @@ def predict(
         prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
     rows = [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
     if as_json:
-        print_json(rows)
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     cells = [words(row, particles) for row in rows]
     header = list(dict.fromkeys(key for row in cells for key in row))
     print(text_table(header, [[row.get(key, "") for key in header] for row in cells], left_columns=len(header)))
 
 
-def read_inputs(
-    paths: Sequence[Path], result: Mapping[str, Any], invert: bool | None
-) -> tuple["Tensor", list[dict[str, str]]]:
+def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["Tensor", list[dict[str, str]]]:
     """All inputs as one batch, and for each its name and what was changed in a picture."""
     import torch
 
     if not result.get("input_shape"):
         raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
     shape, parts, labels = tuple(result["input_shape"]), [], []
-    changes: list[str]
     for path in paths:
+        changes: list[str] = []
         if path.suffix.lower() in ARRAYS:
-            rows, changes = read_array(path, shape).to(getattr(torch, result["input_dtype"])), []
+            rows = read_array(path, shape).to(getattr(torch, result["input_dtype"]))
         elif len(shape) == 3 and shape[0] in (1, 3):
             from bayestrain.app.data.pictures import read_picture
 
@@ -123,17 +116,16 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     return found.reshape(-1, *shape)
 
 
-def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
+def answers(prediction: Any, classes: list[str]) -> list[Json]:
     """What is predicted for each input, in numbers."""
     low, high = prediction.interval(0.9)
     values = {"prediction": prediction.mean, "low": low, "high": high}
     values |= {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
-    reasons = prediction.reasons() if hasattr(prediction, "reasons") else None
-    if reasons is None and prediction.mean.shape[1:] == (1,):
+    if prediction.mean.shape[1:] == (1,):  # one number; there are two or more classes
         values = {name: value.squeeze(1) for name, value in values.items()}
-    columns = [value.tolist() for value in values.values()]
+    columns = (value.tolist() for value in values.values())
     rows = [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
-    for row, reason in zip(rows, reasons or (), strict=False):
+    for row, reason in zip(rows, prediction.reasons() if hasattr(prediction, "reasons") else (), strict=False):
         p = row.pop("prediction")
         best, second = sorted(range(len(p)), key=lambda k: -p[k])[:2]
         names = list(classes or map(str, range(len(p))))
@@ -145,7 +137,7 @@ def answers(prediction: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def words(row: Mapping[str, Any], particles: int) -> dict[str, str]:
+def words(row: Json, particles: int) -> dict[str, str]:
     """An answer as the cells of a table."""
     cells = {"input": row["input"]}
     if "class" in row:

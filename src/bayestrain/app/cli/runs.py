@@ -1,6 +1,5 @@
 """Commands on finished runs, `bayestrain inspect`, `evaluate` and `report`, and what they share with the others."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,27 +11,17 @@ from bayestrain.tables import text_table
 if TYPE_CHECKING:
     from bayestrain.app.report.read import Run
 
-HELP = {"help_option_names": ["-h", "--help"]}
 DEVICE = "auto, cpu, cuda, cuda:N or mps. Default: a GPU if there is one."
 Device = Annotated[str, typer.Option("--device", help=DEVICE, metavar="DEVICE", show_default=False)]
+Finished = Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")]
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")]
 
 
-def print_json(value: object) -> None:
-    """Print exactly one JSON value on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
-
-
-def existing(folder: Path) -> Path:
-    """The folder, if there is one: a missing one is reported at once, before heavy imports."""
+def finished(folder: Path) -> "Run":
+    """The finished run in a folder; a missing one is reported at once, before heavy imports."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
-    return folder
-
-
-def finished(folder: Path) -> "Run":
-    """The finished run in a folder."""
-    if not (existing(folder) / "result.json").is_file():
+    if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} holds no finished run. To finish one: bayestrain train --resume --out {folder}")
     from bayestrain.app.report.read import read_run
 
@@ -40,16 +29,14 @@ def finished(folder: Path) -> "Run":
 
 
 def print_closing(folder: Path) -> None:
-    """Print the result of a finished run, and write its report."""
+    """Write the report of a finished run, which checks its files, and print its result."""
     from bayestrain.app.report import write_report
     from bayestrain.app.report.facts import tiles
-    from bayestrain.app.report.read import reading
 
-    run = finished(folder)
-    with reading(folder):
-        lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
-        lines += [("Warning", str(text)) for text in run.result["posterior"].get("warnings", ())]
-    for label, text in [*lines, ("Report", str(write_report(folder)))]:
+    page, run = write_report(folder), finished(folder)
+    lines = [(label, "; ".join([value, *filter(None, notes)])) for label, value, notes in tiles(run)]
+    lines += [("Warning", str(text)) for text in run.result["posterior"].get("warnings", ())]
+    for label, text in [*lines, ("Report", str(page))]:
         print(f"{label + ':':<24}{text}")
 
 
@@ -68,13 +55,12 @@ def resolve_device(device: str) -> str:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")],
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its predicted time.")
-    ] = False,
+    folder: Finished,
+    plan: Annotated[bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its "
+                                       "predicted time.")] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: inputs at a time.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show the layers of a run's network: formats, ranks and sizes.
 
     \b
@@ -119,13 +105,8 @@ def evaluate(folders: Runs, device: Device = "auto") -> None:
 
 def report(
     folders: Runs,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page of a comparison. Default: comparison.html beside the first run.", show_default=False,
-            metavar="FILE.html",
-        ),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Page of a comparison. "
+                                             "Default: comparison.html beside the first run.")] = None,
 ) -> None:  # fmt: skip
     """Write the HTML report of a run, or a comparison of several.
 
@@ -134,8 +115,6 @@ def report(
       bayestrain report runs/digits-seed0
       bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
     """
-    for folder in folders:
-        existing(folder)
     from bayestrain.app.report import write_comparison, write_report
 
     if len(folders) > 1:

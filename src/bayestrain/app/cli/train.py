@@ -1,6 +1,5 @@
 """`bayestrain train`: from names or a file to a run folder with a report."""
 
-import itertools
 import json
 import logging
 import re
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import DEVICE, print_closing, print_json, resolve_device
+from bayestrain.app.cli.runs import DEVICE, print_closing, resolve_device
 from bayestrain.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from bayestrain.train.config import RunConfig
 
 WHAT, WHERE, SHOW = "What to train", "Where", "What to print"
-EXAMPLE = Path(__file__).parents[1] / "example.toml"
 
 
 def option(panel: str, name: str, metavar: str, help: str) -> Any:
@@ -67,9 +65,11 @@ def train(
     short |= {"run.from_run": str(from_run)} if from_run else {}
     given = {key: value for key, value in short.items() if value not in (None, "")}
     chosen = choose_config(config, given, overrides or [], out if resume else None)
-    if print_config:
-        from bayestrain.train.config import dumps
+    from bayestrain.train.callbacks import ProgressPrinter
+    from bayestrain.train.config import dumps
+    from bayestrain.train.run import train_run
 
+    if print_config:
         print(dumps(chosen), end="")
         return
     folder = out or default_folder(chosen, resume)
@@ -78,32 +78,29 @@ def train(
         raise ConfigError(f"the run would overwrite your own {config}. Choose another --out, or rename the file.")
     if not (resume or overwrite) and ((folder / "result.json").exists() or checkpoint.exists()):
         raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
-    place = resolve_device(device)
-    from bayestrain.train.callbacks import ProgressPrinter
-    from bayestrain.train.run import train_run
-
-    if not (quiet or as_json):  # show what the package logs, such as downloads
+    place, talks = resolve_device(device), not (quiet or as_json)
+    if talks:  # show what the package logs, such as downloads
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
         logging.getLogger("bayestrain").setLevel(logging.INFO)
     program = "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
     try:
         result = train_run(
             chosen, folder, device=place, resume=resume, overwrite=overwrite,
-            callbacks=[] if quiet or as_json else [ProgressPrinter()], command=f"{program} {shlex.join(sys.argv[1:])}",
+            callbacks=[ProgressPrinter()] if talks else [], command=f"{program} {shlex.join(sys.argv[1:])}",
         )  # fmt: skip
     except (Interrupted, KeyboardInterrupt, OSError) as error:
         again = f"Continue with: {program} train --resume --out {shlex.quote(str(folder))}"
         again += "" if device == "auto" else f" --device {device}"
         error.add_note(again if checkpoint.exists() else "Nothing was saved yet: run the same command again.")
         raise
+    if talks:
+        print_closing(folder)
+        return
     from bayestrain.app.report import write_report
 
-    if as_json:
-        print_json({**result, "folder": str(folder), "report": str(write_report(folder))})
-    elif quiet:
-        print(write_report(folder))
-    else:
-        print_closing(folder)
+    page = str(write_report(folder))
+    full = {**result, "folder": str(folder), "report": page}
+    print(json.dumps(full, indent=2, ensure_ascii=False) if as_json else page)
 
 
 def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> "RunConfig":
@@ -121,16 +118,16 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
         name = model.partition(":")[2] or "run"
         start = config.RunConfig.from_dict({"run": {"name": name, "model": model, "data": data}})
     else:
-        start = config.load(file or EXAMPLE)
+        start = config.load(file or Path(__file__).parents[1] / "example.toml")
     return start.override([*(f"{key}={json.dumps(value)}" for key, value in short.items()), *overrides])
 
 
 def default_folder(config: "RunConfig", resume: bool) -> Path:
     """runs/NAME-seedN, with a counter if that exists; to resume, the latest of these."""
     name = re.sub(r"[^\w.-]+", "-", config.run.name).strip("-.") or "run"
-    last = free = Path("runs") / f"{name}-seed{config.run.seed}"
-    for number in itertools.count(2):
-        if not free.exists():
-            break
-        last, free = free, free.with_name(f"{name}-seed{config.run.seed}-{number}")
+    first, number = f"{name}-seed{config.run.seed}", 1
+    last = free = Path("runs") / first
+    while free.exists():
+        number += 1
+        last, free = free, free.with_name(f"{first}-{number}")
     return last if resume else free

@@ -1,8 +1,4 @@
-"""The data sets of catalog.toml: finding their files on this machine, and downloading missing ones into the cache.
-
-Downloads go to a temporary folder, are checked there, and only then enter the cache, so a killed process leaves no bad
-file in it.
-"""
+"""The data sets of catalog.toml: finding their files on this machine, and downloading missing ones into the cache."""
 
 import gzip
 import hashlib
@@ -19,7 +15,6 @@ from pathlib import Path
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
-SILENCE_SECONDS = 15
 Source = Mapping[str, str]
 """``{"mirror": url}``, a folder with a .gz of every file, or ``{"archive": url, "sha256": ..}``, one tar file."""
 
@@ -76,9 +71,9 @@ class Spec:
         return Path(__file__).parent / self.embedded if self.embedded else cache_folder() / self.name
 
 
-CATALOG = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
 SPECS = {
-    name: Spec(name, files=[File(**file) for file in entry.pop("files")], **entry) for name, entry in CATALOG.items()
+    name: Spec(name, **entry | {"files": [File(**file) for file in entry["files"]]})
+    for name, entry in tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")).items()
 }
 """All data sets by name."""
 
@@ -144,14 +139,17 @@ def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> lis
 
 
 def _delivered(source: Source, files: Sequence[File]) -> dict[str, bytes]:
-    """The checked contents of files from a source; pooch compares the checksum of an archive before it is unpacked."""
+    """The contents of files from a source, checked in a temporary folder, so that the cache never has a bad file.
+
+    pooch compares the checksum of an archive before it is unpacked.
+    """
     import pooch
 
     pooch.get_logger().setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:
 
         def download(url: str, sha256: str | None) -> str:
-            client = pooch.HTTPDownloader(timeout=SILENCE_SECONDS)
+            client = pooch.HTTPDownloader(timeout=15)
             return str(pooch.retrieve(url, sha256, fname=url.rpartition("/")[2], path=temporary, downloader=client))
 
         if "archive" in source:

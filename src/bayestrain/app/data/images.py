@@ -82,8 +82,9 @@ class Images(Dataset[tuple[Tensor, int]]):
         self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """One pass over the set: batches of (float images in [0, 1], int64 labels) on `device`, by default that of the
-        images. `shuffle` draws one permutation from `generator`, the global one if None.
+        """One pass: batches of (float images in [0, 1], int64 labels) on `device`, by default that of the images.
+
+        `shuffle` draws one permutation from `generator`, the global one if None.
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
@@ -93,10 +94,8 @@ class Images(Dataset[tuple[Tensor, int]]):
             block *= max(1, BLOCK_BYTES // (4 * self.images.shape[1:].numel() * batch_size))
 
         def one_pass() -> Iterator[tuple[Tensor, Tensor]]:
-            order = None
-            if shuffle:
-                drawn_on = home if generator is None else generator.device
-                order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home)
+            drawn_on = home if generator is None else generator.device
+            order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home) if shuffle else None
             for start in range(0, len(self), block):
                 window = slice(start, start + block)
                 chosen = window if order is None else order[window]
@@ -139,9 +138,7 @@ def load(name: str) -> Splits:
     """
     files, spec = contents(name), SPECS[name]
     if name == "cifar10":
-        batches = [cifar_batch(content) for content in files]
-        train = Images(torch.cat([x for x, _ in batches[:-1]]), torch.cat([y for _, y in batches[:-1]]))
-        test = Images(*batches[-1])
+        train, test = Images(*cifar(b"".join(files[:-1]))), Images(*cifar(files[-1]))
     else:
         x, y, x_test, y_test = (idx(content) for content in files)
         train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
@@ -155,7 +152,7 @@ def idx(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)  # torch warns on bytes
 
 
-def cifar_batch(content: bytes) -> tuple[Tensor, Tensor]:
-    """Images and labels of a CIFAR-10 file: 10,000 records of a label byte and the three planes of a 32x32 image."""
-    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(10_000, -1)
+def cifar(content: bytes) -> tuple[Tensor, Tensor]:
+    """Images and labels of CIFAR-10 files: records of a label byte and the three planes of a 32x32 image."""
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()

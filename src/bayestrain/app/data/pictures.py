@@ -5,20 +5,18 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bayestrain.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
 """Formats that are opened, whatever the file is called. Others of Pillow's run programs (EPS starts Ghostscript)."""
-BRIGHT = 127
 
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is raised is enough
 
-Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-
-def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> tuple[Array, list[str]]:
+def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> tuple[NDArray[np.uint8], list[str]]:
     """Read a picture file as uint8 `shape`, (C, H, W); 1 channel is grey, 3 are red, green and blue. Also what changed.
 
     `invert` swaps dark and bright, or not. None decides for grey networks, which expect bright things on black: a
@@ -39,7 +37,7 @@ def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None)
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     edge = np.median(np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]), axis=0)
     if invert is None:
-        invert = channels == 1 and (transparent or not fits) and edge[0] > BRIGHT
+        invert = channels == 1 and (transparent or not fits) and edge[0] > 127
     if not fits:
         changes.insert(0, f"{image.width}x{image.height} to {width}x{height}")
         background = tuple(int(level) for level in edge)

@@ -1,15 +1,11 @@
-"""The figures of a run. Matplotlib's own SVG, embedded as an image.
-
-As an image a figure cannot leak matplotlib's ids and styles into the page, and has an alternative text.
-"""
+"""The figures of a run: matplotlib's SVG as an image, which leaks no ids or styles and has an alternative text."""
 
 import base64
 import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -18,15 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
-from bayestrain.app.report.facts import FEW_LAYERS, Arrays, confidence, covered, errors, percent, right
-from bayestrain.app.report.read import Array, Run
+from bayestrain.app.report.facts import FEW_LAYERS, covered, percent
+from bayestrain.app.report.read import Array, Arrays, Run
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
 """After Okabe and Ito: colours that colour-blind readers can tell apart."""
-WIDTH = 4.0
-"""Inches: narrow enough that a phone shows the text at nearly its natural size."""
-BINS = 15
 CURVES = {
     "Size": ("parameters", "parameters", 1, ""),
     "Log likelihood": ("log likelihood per example", "train_loss", -1, "log_likelihood"),
@@ -45,8 +38,7 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """One figure as a data address."""
 
     title: str
@@ -59,9 +51,8 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
     """Axes to draw on; then the figure joins `plots`. An axis whose label ends in (%) shows parts as percentages."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has it
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        axes = figure.subplots()
-        axes.set(xlabel=x, ylabel=y)
+        figure = Figure(figsize=(4, height), layout="constrained")  # a phone shows text at nearly its natural size
+        axes = figure.add_subplot(xlabel=x, ylabel=y)
         for axis, label in ((axes.xaxis, x), (axes.yaxis, y)):
             if label.endswith("(%)"):
                 axis.set_major_formatter(PercentFormatter(1, symbol=""))
@@ -112,12 +103,9 @@ def rank_plots(run: Run) -> list[Plot]:
 
 def _spectra(plots: list[Plot], run: Run) -> None:
     largest = sorted(run.spectra, key=lambda name: -run.result["layers"][name]["dense"])[:FEW_LAYERS]
-    caption = (
-        "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: where "
-    )
-    caption += "there is a gap between them, the choice of the tolerance hardly matters."
-    if len(run.spectra) > FEW_LAYERS:
-        caption += f" Only the {FEW_LAYERS} largest layers are shown."
+    caption = "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: "
+    caption += "where there is a gap between them, the choice of the tolerance hardly matters."
+    caption += f" Only the {FEW_LAYERS} largest layers are shown." if len(run.spectra) > FEW_LAYERS else ""
     with drawn(plots, "Spectra at the final cut", caption, "rank index") as axes:
         for colour, name in zip(SERIES, largest, strict=False):
             for bond, (values, kept) in enumerate(run.spectra[name]):
@@ -137,12 +125,11 @@ def curves(run: Run, *titles: str) -> list[Plot]:
         label, key, sign, held = CURVES[title]
         training = [(line["epoch"], sign * line[key]) for line in run.history if key in line]
         validation = [(line["epoch"], line["validation"][held]) for line in run.history if held in line["validation"]]
-        lines = {"training": training, "validation": validation}
-        if max(len(training), len(validation)) > 1:
+        both = ((training, "-", BLUE, "training"), (validation, "--", ORANGE, "validation"))
+        if lines := [line for line in both if len(line[0]) > 1]:
             with drawn(plots, title, "", y=label) as axes:
-                for look, (name, points) in zip(("-", "--"), lines.items(), strict=True):
-                    if len(points) > 1:
-                        axes.plot(*zip(*points, strict=True), look, color=BLUE if look == "-" else ORANGE, label=name)
+                for points, look, colour, name in lines:
+                    axes.plot(*zip(*points, strict=True), look, color=colour, label=name)
                 _epochs(axes, run)
     return plots
 
@@ -159,37 +146,33 @@ def _epochs(axes: Axes, run: Run) -> None:
 def certainty_plots(run: Run) -> list[Plot]:
     """Whether probabilities and intervals mean what they say, and where uncertainty comes from."""
     found, plots = run.predictions, list[Plot]()
+    if not found:
+        return plots
     if "labels" in found:
-        sure, hit = confidence(found), right(found)
-        bins = [places for places in np.array_split(np.argsort(sure), BINS) if len(places)]
-        promised, kept = ([values[places].mean() for places in bins] for values in (sure, hit))
-        _calibration(plots, promised, kept, "answers given with 90% confidence are right", "confidence", "accuracy")
-        _rejection(plots, found)
-    elif found:
-        shares = np.linspace(0.05, 0.99, 40)
-        inside = [covered(found, share) for share in shares]
-        _calibration(plots, shares, inside, "90% intervals hold the true value", "interval", "true values inside")
-        _fit(plots, found)
-    if found and found["epistemic"].any():
-        _sources(plots, found)
+        sure, good = found["confidence"], found["right"]
+        bins = [places for places in np.array_split(np.argsort(sure), 15) if len(places)]
+        promised, kept = (np.array([values[places].mean() for places in bins]) for values in (sure, good))
+        promise, labels = "answers given with 90% confidence are right", ("confidence (%)", "accuracy (%)")
+    else:
+        promised, good = np.linspace(0.05, 0.99, 40), np.abs(found["errors"]).ravel() < 1.645
+        kept = np.array([covered(found, share) for share in promised])
+        promise, labels = "90% intervals hold the true value", ("interval (%)", "true values inside (%)")
+    caption = f"On the dotted line, {promise} 90% of the time; below it, the predictions are overconfident."
+    with drawn(plots, "Calibration", caption, *labels) as axes:
+        axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
+        axes.plot(promised, kept, "o-", color=BLUE, linewidth=1, markersize=3.5)
+    (_rejection if "labels" in found else _fit)(plots, found)
+    if found["epistemic"].any():
+        _sources(plots, found, good)
     return plots
 
 
-def _calibration(plots: list[Plot], promised: Any, kept: Any, promise: str, x: str, y: str) -> None:
-    caption = f"On the dotted line, {promise} 90% of the time; below it, the predictions are overconfident."
-    with drawn(plots, "Calibration", caption, f"{x} (%)", f"{y} (%)") as axes:
-        axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
-        axes.plot(promised, kept, "o-", color=BLUE, linewidth=1, markersize=3.5)
-
-
 def _rejection(plots: list[Plot], found: Arrays) -> None:
-    hit = right(found)[np.argsort(found["total"], kind="stable")]
+    hit = found["right"][np.argsort(found["total"], kind="stable")]
     answered = np.arange(1, len(hit) + 1)
     accuracy = np.cumsum(hit) / answered
-    at_90 = percent(accuracy[round(0.9 * (len(hit) - 1))])
-    caption = (
-        f"It is right on {at_90} of the 90% of inputs it is most certain of, and on {percent(accuracy[-1])} of all."
-    )
+    at_90, overall = percent(accuracy[round(0.9 * (len(hit) - 1))]), percent(accuracy[-1])
+    caption = f"It is right on {at_90} of the 90% of inputs it is most certain of, and on {overall} of all."
     labels = ("inputs answered, most certain first (%)", "accuracy on them (%)")
     with drawn(plots, "Accuracy if it may abstain", caption, *labels) as axes:
         shown = _spread(answered[len(hit) // 10 :] - 1, 150)
@@ -207,17 +190,14 @@ def _fit(plots: list[Plot], found: Arrays) -> None:
             axes.plot(ends, ends, ":", color=INK, linewidth=1, zorder=3)
 
 
-def _sources(plots: list[Plot], found: Arrays) -> None:
+def _sources(plots: list[Plot], found: Arrays, good: Array) -> None:
     aleatoric, epistemic = (found[name].ravel() for name in ("aleatoric", "epistemic"))
-    if "mean" in found:
-        good, names, unit = np.abs(errors(found)).ravel() < 1.645, ("in the 90% interval", "outside"), "variance"
-    else:
-        good, names, unit = right(found), ("right", "wrong"), "nats"
+    *names, unit = ("right", "wrong", "nats") if "labels" in found else ("in the 90% interval", "outside", "variance")
     share = percent(epistemic.sum() / (aleatoric + epistemic).sum(), 1)
     caption = f"Aleatoric uncertainty is noise in the data. Epistemic uncertainty, {share} of the total, is where the "
     caption += "particles disagree; more data would reduce it."
-    labels = (f"aleatoric ({unit})", f"epistemic ({unit})")
-    with drawn(plots, "Where uncertainty comes from", caption, *labels) as axes:
+    x, y = f"aleatoric ({unit})", f"epistemic ({unit})"
+    with drawn(plots, "Where uncertainty comes from", caption, x, y) as axes:
         for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):
             places = _spread(np.flatnonzero(inside), 600)
             axes.plot(aleatoric[places], epistemic[places], marker, color=colour, markersize=3.5, label=name)

@@ -1,34 +1,26 @@
-"""`write_report`: from a run folder to one HTML page that needs no network and no script."""
+"""`write_report` and `write_comparison`: from run folders to an HTML page that needs no network and no script."""
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+from matplotlib.ticker import NullFormatter
 
 from bayestrain.app.report import figures
-from bayestrain.app.report.advice import advice
-from bayestrain.app.report.facts import Table, join, layer_table, number, percent, plural, tiles
+from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
 from bayestrain.app.report.read import Run, load, read_run, reading
+from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
-FEW_ROWS, HARDEST = 14, 14
-"""Longer tables are folded, and no more of the hardest inputs are shown."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """What a part of a page shows; one without plots, tables and pictures is left out."""
-
-    title: str
-    texts: Sequence[str] = ()
-    plots: Sequence[figures.Plot] = ()
-    tables: Sequence[Table] = ()
-    pictures: Sequence[dict[str, Any]] = ()
+Runs = dict[str, Run]
+Section = dict[str, Any]
+"""The arguments of the macro `section` in base.html.j2."""
+DECISIVE = {"classification": ("accuracy", 1, percent), "regression": ("rmse", -1, number)}
+"""The score that decides which run is best, whether high or low is good; else it is the log likelihood."""
 
 
 def write_report(folder: Path | str) -> Path:
@@ -39,13 +31,15 @@ def write_report(folder: Path | str) -> Path:
     folder = Path(folder)
     run, environment, settings = read_run(folder), load(folder / "environment.json"), folder / "config.toml"
     with reading(folder):
+        layers = [layer_table(run)] if run.finished else []
+        name = str(run.config.get("run", {}).get("name") or folder.resolve().name)
         sections = [
-            Section("Ranks and size", (), figures.rank_plots(run), [layer_table(run)] if run.finished else []),
-            Section("Training", (), figures.curves(run, "Log likelihood", "Prior", "Accuracy", "RMSE")),
+            Section(title="Ranks and size", plots=figures.rank_plots(run), tables=layers),
+            Section(title="Training", plots=figures.curves(run, "Log likelihood", "Prior", "Accuracy", "RMSE")),
             _certainty(run),
         ]
-        page = render(
-            "run.html.j2", title=run.name, lead=_lead(run), tiles=tiles(run), advice=advice(run),
+        page = _render(
+            "run.html.j2", title=name, lead=_lead(run), tiles=tiles(run), advice=advice(run),
             sections=sections, command=environment.get("command"), environment=environment,
             config=settings.read_text(encoding="utf-8") if run.config else "",
         )  # fmt: skip
@@ -53,13 +47,44 @@ def write_report(folder: Path | str) -> Path:
     return folder / "report.html"
 
 
-def render(template: str, **context: Any) -> str:
+def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
+    """Write one page that compares several runs, and return its path."""
+    places, path = list(dict.fromkeys(Path(folder).resolve() for folder in folders)), Path(out)
+    if not places:
+        raise DataError("There is no run to compare. Give at least one run folder.")
+    base, runs = Path(os.path.commonpath([place.parent for place in places])), Runs()
+    for place in places:
+        run = read_run(place)
+        runs[place.relative_to(base).as_posix() + ("" if run.finished else " (unfinished)")] = run
+    with reading(base):
+        links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
+                 for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
+        scores = [{label: value for label, value, _ in tiles(run)} for run in runs.values()]
+        ranks = [{name: join(each) for name, each in run.result["ranks"].items()} for run in runs.values()]
+        settings = [
+            {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()}
+            for run in runs.values()
+        ]
+        best, plots = verdict(runs)
+        sections = [
+            Section(title="Runs", plots=plots, tables=_side_by_side("score", runs, scores)),
+            Section(title="Settings that differ", tables=_side_by_side("setting", runs, settings, all_keys=False)),
+            Section(
+                title="Ranks", texts=["In the order of each layer’s bonds."], tables=_side_by_side("layer", runs, ranks)
+            ),
+        ]
+        title = f"{plural(len(runs), 'run')} compared"
+        page = _render("base.html.j2", title=title, lead=best, links=links, sections=sections)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, page)
+    return path
+
+
+def _render(template: str, **context: Any) -> str:
     """Fill a template; everything that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("bayestrain.app.report")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    css = resources.files("bayestrain.app.report").joinpath("templates/style.css").read_text(encoding="utf-8")
-    context = {"links": {}, "few": FEW_ROWS, "style": css, "version": version("bayestrain"), **context}
-    return environment.get_template(template).render(context)
+    return environment.get_template(template).render({"links": {}, "version": version("bayestrain"), **context})
 
 
 def _lead(run: Run) -> str:
@@ -73,17 +98,18 @@ def _lead(run: Run) -> str:
 
 
 def _certainty(run: Run) -> Section:
-    found, (ood, diagnostics) = run.predictions, (run.result["posterior"].get(key) for key in ("ood", "diagnostics"))
+    ood, diagnostics = (run.result["posterior"].get(key) for key in ("ood", "diagnostics"))
     texts, tables, pictures = [], [], []
     if ood:
         texts.append(f"Uncertainty separates out-of-distribution data ({ood['name']}) from test data with an AUROC of "
                      f"{number(ood['auroc'])}.")  # fmt: skip
-    if "hardest_inputs" in found:
-        pictures = [_picture(run, place) for place in range(min(len(found["hardest"]), HARDEST))]
+    if "hardest_inputs" in run.predictions:
+        pictures = [_picture(run, place) for place in range(min(len(run.predictions["hardest"]), 14))]
     if diagnostics:
         rows = [(name.replace("_", " "), number(value)) for name, value in diagnostics.items()]
         tables.append(Table("Diagnostics of the particles", ("diagnostic", "value"), rows))
-    return Section("Certainty", texts, figures.certainty_plots(run), tables, pictures)
+    plots = figures.certainty_plots(run)
+    return Section(title="Certainty", texts=texts, plots=plots, tables=tables, pictures=pictures)
 
 
 def _picture(run: Run, place: int) -> dict[str, Any]:
@@ -97,3 +123,37 @@ def _picture(run: Run, place: int) -> dict[str, Any]:
     guesses = [(names[label], percent(p[label], 0), label == truth) for label in top]
     source = figures.picture(found["hardest_inputs"][place])
     return {"index": index, "truth": names[truth], "right": order[0] == truth, "guesses": guesses, "source": source}
+
+
+def verdict(runs: Runs) -> tuple[str, list[figures.Plot]]:
+    """Which run is best, if they can be compared at all, and a figure of their scores and sizes."""
+    tasks, plots = {run.result["task"] for run in runs.values()}, list[figures.Plot]()
+    if len(tasks) > 1:
+        return "The runs are of different tasks, so their scores cannot be compared.", plots
+    key, sign, show = DECISIVE.get(tasks.pop(), ("log_likelihood", 1, number))
+    scores = {name: metrics[key] for name, run in runs.items() if key in (metrics := run.result["metrics"])}
+    if len(scores) < 2:
+        return "Fewer than two of the runs are finished, so there is nothing to compare yet.", plots
+    sizes, key = {name: runs[name].result["parameters"] for name in scores}, key.replace("_", " ")
+    best = max(scores, key=lambda name: sign * scores[name])
+    close = [name for name in scores if abs(scores[best] - scores[name]) <= 0.005 * abs(scores[best])]
+    small = min(close, key=lambda name: sizes[name])
+    text = f"{best} has the best {key}, {show(scores[best])}, with {sizes[best]:,} parameters."
+    if sizes[small] < sizes[best]:
+        text += f" {small} comes close with {show(scores[small])} and only {sizes[small]:,}."
+    labels = ("parameters (log scale)", f"{key} (%)" if show is percent else key)
+    with figures.drawn(plots, f"Size and {key}", "Further left is smaller.", *labels) as axes:
+        axes.set_xscale("log")
+        axes.xaxis.set(major_formatter="{x:,g}", minor_formatter=NullFormatter())
+        for place, (name, score) in enumerate(scores.items()):
+            label, colour = figures.short(name) if len(scores) <= 8 else "", figures.SERIES[place % 6]
+            axes.plot(sizes[name], score, "osD^vP"[place % 6], color=colour, markersize=7, label=label)
+    return text, plots
+
+
+def _side_by_side(label: str, runs: Runs, found: list[dict[str, str]], all_keys: bool = True) -> list[Table]:
+    """One column per run; a row per key that any run has, or only those whose values differ."""
+    keys = dict.fromkeys(key for entries in found for key in entries)
+    rows = [(key, *(entries.get(key, "–") for entries in found)) for key in keys]
+    rows = [row for row in rows if all_keys or len(set(row[1:])) > 1]
+    return [Table("", (label, *runs), rows)] if rows else []
