@@ -43,6 +43,10 @@ with its quartiles. Training is a forward and a backward pass; an epoch includes
 [Earlier measurements of version 0.1](0.1/README.md), with other libraries beside it, stay as they were recorded.
 """
 
+KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+"""For both versions, as a run of `fit` sets it. By default it depends on what lies at the top of the heap whether glibc
+returns a block to the system and a call pays for its pages again: up to a third of a convolution's time."""
+
 IMPORTS = {
     "import bayestrain": "import bayestrain",
     "import bayestrain and its layers": "import bayestrain as b; getattr(b, 'TensorLinear', None) or b.TTLinear",
@@ -54,8 +58,8 @@ class Version:
     """A process that measures with one version of the package."""
 
     def __init__(self, source: Path, device: str) -> None:
-        places = [str(source), str(ROOT)]
-        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "BENCHMARK_DEVICE": device}
+        places = os.pathsep.join([str(source), str(ROOT)])
+        self.environment = {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": places, "BENCHMARK_DEVICE": device}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "benchmarks" / "rows.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment,

@@ -117,13 +117,14 @@ def tensorized(name: str, rank: int) -> nn.Module:
 
 def layer(model: nn.Module, x: Tensor, training: bool = True) -> Calls:
     """Forward and backward of a layer, or its forward pass in evaluation mode, and the same of its dense twin."""
-    return {"ours": one_layer(model, x, training), "dense": one_layer(model.to_dense(), x.clone(), training)}
+    return {"ours": one_layer(model, x, training), "dense": one_layer(model.to_dense(), x, training)}
 
 
 def one_layer(model: nn.Module, x: Tensor, training: bool) -> Call:
-    model, x = model.to(DEVICE).train(training), x.to(DEVICE).requires_grad_(training)
+    # Rows share x: each gets a leaf of its own.
+    model, x = model.to(DEVICE).train(training), x.to(DEVICE, copy=True).requires_grad_(training)
     with torch.no_grad():
-        gradient = torch.randn_like(model(x))
+        gradient = torch.randn(model(x).shape, device=DEVICE)  # not in the strides that a version gives its output
     tensors = [x, *model.parameters()]
 
     def forward_and_backward() -> None:

@@ -13,8 +13,7 @@ from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.nn.fast import fast
 from bayestrain.perf import layers, trains
 from bayestrain.perf.planner import CPU_THREAD, CUDA, Task, Train, cheapest, dense_cost
-from bayestrain.perf.stacks import Stacks
-from bayestrain.perf.together import Together
+from bayestrain.perf.stacks import Stacks, Together
 
 pytestmark = pytest.mark.skipif(fast() is None, reason="perf is switched off")
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -56,16 +55,16 @@ def test_the_fast_pass_is_the_readable_one(kind: str, training: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["paired", "padded"])
 def test_every_chain_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trains, "MANY_ROWS", 8)
-    monkeypatch.setattr(trains, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(trains, "ROWS_AT_ONCE", 8)
     own = layer(kind)
     train, cores = layers.used(own)
-    for rows, cuts, batch_first in product((7, 20), ((1,), (2,), (1, 2)), (True, False)):
+    for rows, cuts, few in product((7, 20), ((1,), (2,), (1, 2)), (0, 100)):
+        monkeypatch.setattr(trains, "FEW_ROWS", few)
         assert cuts in train.cuts()
         x = inputs(own, rows)
         expected = F.linear(x, own.weight)
         chain = trains.factors(train, cores, cuts)
-        y = trains.multiply(F.pad(x, (0, 24 - x.shape[1])), chain, batch_first)[:, : own.out_features]
+        y = trains.multiply(F.pad(x, (0, 24 - x.shape[1])), chain)[:, : own.out_features]
         torch.testing.assert_close(y, expected, **CLOSE)
         pair = (torch.autograd.grad(out.square().sum(), [x, *cores]) for out in (y, expected))
         torch.testing.assert_close(*pair, **CLOSE)

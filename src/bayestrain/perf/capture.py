@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import CaptureWarning
-from bayestrain.perf.together import Together
+from bayestrain.perf.stacks import Together
 from bayestrain.prior import NormalPrior
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
-SETTLED = 2
-"""Ordinary steps before one is recorded: libraries set themselves up, and the optimiser makes its state."""
+SETTLED = 2  # ordinary steps before one is recorded: libraries set themselves up, and the optimiser makes its state
 
 
 def can_capture(optimizer: torch.optim.Optimizer) -> bool:
@@ -65,8 +64,7 @@ class Capture:
     """
 
     def __init__(self) -> None:
-        self.refused = False
-        """Whether recording has failed; it is not tried again."""
+        self.refused = False  # whether recording has failed; it is not tried again
         self.side: torch.cuda.Stream | None = None
         """Where steps settle and are recorded: libraries keep handles and workspaces per stream and thread."""
         self.forget()
@@ -75,8 +73,7 @@ class Capture:
         """Record again, after some ordinary steps: shapes or places in memory have changed."""
         self.recorded: RecordedStep | None = None
         self._together = Together()
-        self._settled: Counter[torch.Size] = Counter()
-        """Ordinary steps by the shape of the batch."""
+        self._settled: Counter[torch.Size] = Counter()  # ordinary steps by the shape of the batch
 
     def step(
         self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer

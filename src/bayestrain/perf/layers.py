@@ -13,20 +13,17 @@ from torch.autograd import forward_ad
 
 from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.nn.precision import autocasts, own_precision, product_dtype
-from bayestrain.perf import planner, together, trains
-from bayestrain.perf.planner import Machine, Task, Train
+from bayestrain.perf import planner, trains
+from bayestrain.perf.planner import Cost, Machine, Task, Train
+from bayestrain.perf.stacks import weight_together
 
 Made = TypeVar("Made")
 Cores = Collection[Tensor]
 Run = Callable[[Tensor], Tensor]
-Kept = dict[object, Any]
-"""What inference made of the current cores, by name."""
+Kept = dict[object, Any]  # what inference made of the current cores, by name
 
-MOST_KEPT = 256
-"""Kinds of inputs for which a layer keeps how it runs them."""
-
-FILTERS_ON_CUDA = 8
-"""A GPU's convolutions want a multiple of so many channels; two thin ones get filters of zeros up to the next."""
+MOST_KEPT = 256  # kinds of inputs for which a layer keeps how it runs them
+FILTERS_ON_CUDA = 8  # its convolutions want a multiple; two thin ones get filters of zeros up to the next
 
 
 def multiply(layer: TensorLayer, x: Tensor) -> Tensor | None:
@@ -44,44 +41,37 @@ def multiply(layer: TensorLayer, x: Tensor) -> Tensor | None:
 
 def _linear(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Run:
     """How to run inputs like this one, with everything merged that depends on the cores alone."""
-    task, machine = _asked(layer, x, cores, kept is not None)
-    cuts, dtype, bias = planner.cheapest(train, trains.ranks(cores), task, machine).cuts, product_dtype(x), layer.bias
+    cuts, dtype, bias = _plan(layer, x, train, cores, kept is not None)[0].cuts, product_dtype(x), layer.bias
     if not cuts:
         weight = _weight(layer, x, train, cores, kept)
         if x.ndim == 2 and x.device.type == "cpu" and weight.numel() >= x.numel() and transformed():
-            return lambda x: _transposed(x, weight, bias)
+            # Many networks at once (`torch.vmap`) get the gradient of a large weight in its own order.
+            return lambda x: _plus((weight @ x.mT).mT.contiguous(), bias)
         return lambda x: F.linear(x, weight, bias)
     if train.middle:
         inner, outer = _made(kept, cuts, x, lambda: trains.halves(train, cores))
         return lambda x: F.linear(F.linear(x, inner), outer, bias)
     chain = _made(kept, (cuts, dtype), x, lambda: trains.factors(train, cores, cuts, dtype))
     inside, outputs = math.prod(train.ins), layer.out_features
-    batch_first = task.rows < trains.FEW_ROWS or transformed()
     if x.ndim == 2 and x.dtype == dtype and (math.prod(train.outs), inside) == train.shape and not autocasts(x):
-        if bias is None:
-            return lambda x: trains.multiply(x, chain, batch_first)
-        return lambda x: trains.multiply(x, chain, batch_first) + bias
+        return lambda x: trains.multiply(x, chain, bias)
 
     def run(x: Tensor) -> Tensor:
-        batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1]).to(dtype)
-        with own_precision(x):
-            y = trains.multiply(F.pad(x, (0, inside - x.shape[1])), chain, batch_first)[:, :outputs]
-            y = y if bias is None else y + bias.to(dtype)
-        return y.reshape(*batch, outputs)
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        with own_precision(rows):
+            y = _plus(trains.multiply(F.pad(rows, (0, inside - rows.shape[1])), chain)[:, :outputs], bias)
+        return y.reshape(*x.shape[:-1], outputs)
 
     return run
 
 
-def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Many networks at once (`torch.vmap`) get the gradient of a large weight in its own order."""
-    y = (weight @ x.mT).mT.contiguous()
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _convolution(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Run:
     """How to run inputs like this one: with the whole kernel, or two thin ones, in the memory format of the input."""
-    task, machine = _asked(layer, x, cores, kept is not None)
-    if not planner.cheapest(train, trains.ranks(cores), task, machine).cuts:
+    if not _plan(layer, x, train, cores, kept is not None)[0].cuts:
         kernels = [_weight(layer, x, train, cores, kept)]
     else:
         first, second = _made(kept, "halves", x, lambda: trains.halves(train, cores))
@@ -109,8 +99,7 @@ def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, f
     if train is None:
         return None
     with torch.set_grad_enabled(training):
-        task, machine = _asked(layer, x, cores, merged=not training)
-    found = planner.cheapest(train, trains.ranks(cores), task, machine)
+        found, task, machine = _plan(layer, x, train, cores, merged=not training)
     outputs, *inputs = layer.factorized.shape
     dense = planner.dense_cost(outputs, math.prod(inputs), task, machine)
     kinds = "whole weight", "two convolutions" if train.inputs_first else "two factors", "core by core"
@@ -130,14 +119,15 @@ def used(layer: TensorLayer) -> tuple[Train | None, Cores]:
     return trains.train_of(weight.layout), cores
 
 
-def _asked(layer: TensorLayer, x: Tensor, cores: Cores, merged: bool) -> tuple[Task, Machine]:
-    """What this input asks of a layer, and on which machine."""
+def _plan(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, merged: bool) -> tuple[Cost, Task, Machine]:
+    """The way for this input that is predicted to be fastest, what the input asks of it, and the machine it is on."""
     conv, cuda, dtype = isinstance(layer, TensorConv2d), x.is_cuda, product_dtype(x)
     rows = x.numel() // layer.factorized.shape[1] // (math.prod(layer.stride) if conv else 1)  # type: ignore[arg-type]
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, layer.bias, *cores))
     tf32 = cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    threads = 1 if cuda else torch.get_num_threads()
-    return Task(max(1, rows), dtype.itemsize, training, merged), _machine(cuda, conv, dtype, tf32, threads)
+    task = Task(max(1, rows), dtype.itemsize, training, merged)
+    machine = _machine(cuda, conv, dtype, tf32, 1 if cuda else torch.get_num_threads())
+    return planner.cheapest(train, trains.ranks(cores), task, machine), task, machine
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +148,7 @@ def transformed() -> bool:
 
 def _weight(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Tensor:
     """The whole weight, in the precision of the cores: kept, materialised together with others, or by itself."""
-    if kept is None and not transformed() and (weight := together.weight(layer, train, cores)) is not None:
+    if kept is None and not transformed() and (weight := weight_together(layer, train, cores)) is not None:
         return weight
     return _made(kept, "whole weight", x, lambda: trains.dense(train, cores))
 

@@ -15,23 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bayestrain.errors import ConfigError
 from bayestrain.nn import TensorConv2d
 
-CACHE = 48 << 20
-"""On a CPU as many particles run at a time as have about so many bytes of activations."""
-
-BUSY = 32 << 20
-"""Bytes of activations with which the convolutions of one particle keep a GPU busy; groups would only be slower."""
-
-BACKWARD = 2
-"""A pass needs at its peak so many times what it saves for the backward pass and its largest tensor."""
-
-MOST_ENTRIES = 2**31 - 1
-"""CUDA's libraries take no tensor with more entries."""
-
-PREDICTED_ENTRIES = 1 << 28
-"""The most entries that a tensor may have when particles predict: 1 GiB in single precision."""
-
-RESERVE = 0.9
-"""The part of the free memory that a run may plan with."""
+CACHE = 48 << 20  # bytes of activations, about, of the particles that run at a time on a CPU
+BUSY = 32 << 20  # bytes with which convolutions of one particle keep a GPU busy; groups would only be slower
+BACKWARD = 2  # a pass needs at its peak so many times what it saves for the backward pass and its largest tensor
+MOST_ENTRIES = 2**31 - 1  # CUDA's libraries take no tensor with more
+PREDICTED_ENTRIES = 1 << 28  # the most that a tensor may have when particles predict: 1 GiB in single precision
+RESERVE = 0.9  # the part of the free memory that a run may plan with
 
 CONTAINER_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """Where Linux reports the memory that a container may use, and does use, by the version of control groups."""
@@ -42,13 +31,10 @@ class MemoryEstimate:
     """Bytes that training will take."""
 
     particles: int
-    held: int
-    """For the weights, gradients and optimiser state of all particles."""
-    per_particle: int
-    """For the activations of each of `chunk` particles that run at once."""
+    held: int  # for the weights, gradients and optimiser state of all particles
+    per_particle: int  # for the activations of each of `chunk` particles that run at once
     chunk: int
-    available: int | None
-    """Free now; None if unknown."""
+    available: int | None  # free now; None if unknown
 
     @property
     def total(self) -> int:
@@ -149,14 +135,12 @@ def choose_chunk(
         wanted = CACHE // max(size, 1) if device.type == "cpu" else 1 if busy else n
         chunk = int(max(1, min(n, wanted, fitting, MOST_ENTRIES // max(entries, 1))))
     estimate = MemoryEstimate(n, held, size, min(chunk, n), available)
-    if estimate.chunk <= fitting:
-        return estimate
-    most = int((free + held - size) // max(held // n, 1))
-    if fitting >= 1:
-        advice = f"Use chunk={int(fitting)}, or leave chunk out."
-    else:
+    if estimate.chunk > fitting:
+        most = int((free + held - size) // max(held // n, 1))
         advice = f"Use at most {most} particles." if most >= 2 else "Use smaller batches, or a smaller network."
-    raise ConfigError(f"This cannot fit: {estimate}. {advice}")
+        advice = f"Use chunk={int(fitting)}, or leave chunk out." if fitting >= 1 else advice
+        raise ConfigError(f"This cannot fit: {estimate}. {advice}")
+    return estimate
 
 
 def retain_freed_memory() -> None:

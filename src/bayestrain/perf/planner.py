@@ -51,12 +51,10 @@ class Train:
     outs: tuple[int, ...]
     ins: tuple[int, ...]
     """How much of the outputs, and of the inputs, each core has."""
-    shape: tuple[int, ...]
-    """The weight's, without padding."""
+    shape: tuple[int, ...]  # of the weight, without padding
     middle: int = 0
     """The bond with all outputs on one side and all inputs, taps included, on the other; the only one to cut then."""
-    inputs_first: bool = False
-    """Whether the inputs are on the left of it."""
+    inputs_first: bool = False  # whether the inputs are on the left of it
 
     def cuts(self) -> Iterator[tuple[int, ...]]:
         """The bonds between factors, for every way to multiply."""
@@ -74,10 +72,8 @@ class Task(NamedTuple):
 
     rows: int
     itemsize: int = 4
-    training: bool = True
-    """Whether a backward pass follows."""
-    merged: bool = False
-    """Whether merged factors are available from an earlier call."""
+    training: bool = True  # whether a backward pass follows
+    merged: bool = False  # whether merged factors are available from an earlier call
 
 
 class Cost(NamedTuple):
@@ -88,8 +84,7 @@ class Cost(NamedTuple):
     cuts: tuple[int, ...] = ()
 
 
-Product = tuple[int, int, int, int]
-"""``(slices, n, k, columns)``: a product of ``(n, k)`` with ``(k, columns)`` for each of so many slices."""
+Product = tuple[int, int, int, int]  # (slices, n, k, columns): (n, k) times (k, columns) for each of so many slices
 
 
 @lru_cache(maxsize=4096)

@@ -17,14 +17,10 @@ from torch import Tensor
 from bayestrain.nn.layout import Layout
 from bayestrain.perf.planner import Train
 
-Factor = tuple[Tensor, int]
-"""One product of a chain: a matrix ``(n, K)``, and how many slices ``(K, any)`` of the state it multiplies."""
+Factor = tuple[Tensor, int]  # of a chain: a matrix (n, K), and how many slices (K, any) of the state it multiplies
 
-FEW_ROWS = 16
-"""With fewer rows than this a chain keeps the batch as its first axis."""
-
-MANY_ROWS, ROWS_AT_ONCE = 1024, 256
-"""With more rows than the first a chain on a CPU takes so many at a time: what lies between products stays in cache."""
+FEW_ROWS = 16  # with fewer rows than this a chain keeps the batch as its first axis
+ROWS_AT_ONCE = 512  # the most that a chain takes on a CPU: what lies between products stays in the cache
 
 
 @lru_cache(maxsize=1024)
@@ -65,8 +61,10 @@ def halves(train: Train, cores: Collection[Tensor]) -> tuple[Tensor, Tensor]:
     """The factors at the middle bond, ``(rank, taps * inputs)`` and ``(outputs, rank)``, without padding."""
     (inner, _), (outer, _) = factors(train, cores, (train.middle,))
     (outputs, inputs, *taps), rank = train.shape, len(inner)
-    rows = rank * math.prod(taps)
-    return _cut(inner.reshape(rows, -1), rows, inputs).reshape(rank, -1), _cut(outer, outputs, rank)
+    if (len(outer), inner.shape[1]) != (outputs, inputs * math.prod(taps)):  # slices would cost time going back
+        inner = inner.reshape(rank * math.prod(taps), -1)[:, :inputs].reshape(rank, -1)
+        outer = outer[:outputs]
+    return inner, outer
 
 
 def dense(train: Train, cores: Collection[Tensor]) -> Tensor:
@@ -75,7 +73,7 @@ def dense(train: Train, cores: Collection[Tensor]) -> Tensor:
         inner, outer = halves(train, cores)
         return as_kernel(train, outer @ inner)
     ((whole, _),) = factors(train, cores, ())
-    return _cut(whole, *train.shape)
+    return whole if whole.shape == train.shape else whole[tuple(map(slice, train.shape))]
 
 
 def as_kernel(train: Train, flat: Tensor) -> Tensor:
@@ -84,14 +82,18 @@ def as_kernel(train: Train, flat: Tensor) -> Tensor:
     return flat.reshape(-1, *taps, inputs).permute(0, 3, 1, 2) if taps else flat
 
 
-def multiply(x: Tensor, chain: Sequence[Factor], batch_first: bool) -> Tensor:
-    """``(B, inputs) -> (B, outputs)``."""
-    if not batch_first and x.device.type == "cpu" and len(x) > MANY_ROWS:
-        return torch.cat([multiply(rows, chain, batch_first) for rows in x.split(ROWS_AT_ONCE)])
-    rows, state = len(x), x if batch_first else x.mT
+def multiply(x: Tensor, chain: Sequence[Factor], bias: Tensor | None = None) -> Tensor:
+    """``(B, inputs) -> (B, outputs)``, plus the bias."""
+    rows = len(x)
+    if rows > ROWS_AT_ONCE and x.device.type == "cpu":
+        parts = [multiply(part.mT, chain, bias).mT for part in x.mT.split(ROWS_AT_ONCE, dim=1)]
+        return torch.cat(parts, dim=1).mT  # in the layout that they have: cat is slow where it must transpose
+    batch_first = rows < FEW_ROWS
+    state = x if batch_first else x.mT
     for matrix, batch in chain:
         state = _product(matrix, state.reshape(rows * batch if batch_first else batch, matrix.shape[1], -1))
-    return state.reshape(rows, -1) if batch_first else state.reshape(-1, rows).mT
+    y = state.reshape(rows, -1) if batch_first else state.reshape(-1, rows).mT
+    return y if bias is None else y + bias
 
 
 def _product(matrix: Tensor, state: Tensor) -> Tensor:
@@ -112,9 +114,6 @@ def _merged(cores: Sequence[Tensor]) -> Tensor:
     left, right = _merged(cores[:half]), _merged(cores[half:])
     (outer, m, j, r), (_, n, k, last) = left.shape, right.shape
     product = left.reshape(-1, r) @ right.reshape(r, -1)
-    return product.reshape(outer, m, j, n, k, last).transpose(2, 3).reshape(outer, m * n, j * k, last)
-
-
-def _cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """A matrix without its padding; where it has none, slices would only cost time in the backward pass."""
-    return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]
+    if j > 1 and n > 1:
+        product = product.reshape(outer, m, j, n, k, last).transpose(2, 3)
+    return product.reshape(outer, m * n, j * k, last)
