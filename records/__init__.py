@@ -1,0 +1,1 @@
+"""Records: small networks on public tasks, each beside the best published figure. One file per task."""
