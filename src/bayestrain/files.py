@@ -17,11 +17,12 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
+def write_atomically(path: Path, content: bytes | str, before: Path | None = None) -> None:
     """Write the whole file or nothing: to a temporary file beside it, then moved into place.
 
     The temporary name is unpredictable and must not exist yet, so a planted symlink is never followed.
-    If `path` itself is a symlink, the link is replaced and its target stays as it is.
+    If `path` itself is a symlink, the link is replaced and its target stays as it is. The file that is replaced is
+    kept as `before`, if that is given.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
@@ -32,6 +33,12 @@ def write_atomically(path: Path, content: bytes | str) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            if before is not None and path.exists():
+                before.unlink(missing_ok=True)
+                try:
+                    before.hardlink_to(path)  # so that there is a file at `path` at any time
+                except OSError:  # the file system has no hard links
+                    path.replace(before)
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
+import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from bayestrain.errors import ConfigError, TrainingError
 from bayestrain.train.folder import FILES, FORMAT, RunFolder, read_json
@@ -118,6 +124,85 @@ def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
         (tmp_path / CHECKPOINT).unlink()  # killed between two renames
         assert folder.holds_run
         assert folder.load_checkpoint()[0]["epoch"] == 2
+
+
+def test_a_good_checkpoint_is_never_lost_to_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(tmp_path)
+    with RunFolder(run, resume=True) as folder:
+        folder.load_checkpoint()
+        folder.save_checkpoint({"epoch": 2})
+    content = bytearray((run / CHECKPOINT).read_bytes())
+    content[-5] ^= 1
+    (run / CHECKPOINT).write_bytes(content)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunFolder(run, resume=True) as folder:
+        assert folder.load_checkpoint()[0]["epoch"] == 1
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left"):
+                folder.save_checkpoint({"epoch": 2})
+        assert folder.load_checkpoint()[0]["epoch"] == 1
+        folder.save_checkpoint({"epoch": 2})
+        assert folder.load_checkpoint() == ({"epoch": 2, "format": FORMAT}, "")
+        (run / CHECKPOINT).unlink()
+        assert folder.load_checkpoint()[0]["epoch"] == 1
+
+
+def test_checkpoints_need_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    test_the_last_two_checkpoints_are_kept(tmp_path)
+
+
+def forged(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode() + b"\n" + data
+
+
+def saved(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def compressed(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not a zip"),
+        (b"nonsense", "not a zip"),
+        (pickle.dumps({"format": FORMAT}), "not a zip"),
+        (saved([1, 2]), "cannot convert"),
+        (saved(Path("code")), "Weights only load failed"),
+        (saved({"format": FORMAT, "epoch": 1})[:-30], "not a zip"),
+        (compressed(saved({"format": FORMAT, "zeros": torch.zeros(1_000_000)})), "compressed, which checkpoints are"),
+        (None, "Is a directory"),
+    ],
+    ids=str,
+)
+def test_forged_checkpoints_are_damaged_ones(content: bytes | None, reason: str, tmp_path: Path) -> None:
+    if content is None:
+        (tmp_path / CHECKPOINT).mkdir()
+    else:
+        (tmp_path / CHECKPOINT).write_bytes(forged(content))
+    with RunFolder(tmp_path, resume=True) as folder:
+        with pytest.raises(
+            TrainingError, match=rf"No checkpoint can be read\. {tmp_path / CHECKPOINT} is damaged: .*{reason}"
+        ):
+            folder.load_checkpoint()
+        (tmp_path / "checkpoint-previous.pt").write_bytes(forged(saved({"format": FORMAT, "epoch": 1})))
+        assert folder.load_checkpoint()[0]["epoch"] == 1
 
 
 def test_files_of_a_run_are_read_with_care(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ import io
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bayestrain.errors import ConfigError, TrainingError
+from bayestrain.errors import BayesTrainError, ConfigError, TrainingError
 from bayestrain.files import write_atomically, write_json
 
 FORMAT = 3  # of checkpoints: a higher number for every change after which older ones cannot be resumed
@@ -37,6 +38,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, path: Path | str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = Path(path)
+        self.checkpoint: Path | None = None
+        """The newest one that this process has read or written, and is therefore good."""
         if resume and overwrite:
             raise ConfigError("A run is either resumed or overwritten: choose one of resume and overwrite.")
         if self.path.is_symlink():
@@ -93,32 +96,54 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             write_atomically(self.path / name, content)
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, keeping the previous one."""
+        """Write a checkpoint; the last one becomes the previous one, unless it is damaged."""
         content = io.BytesIO()
         torch.save({**state, "format": FORMAT}, content)
-        if (self.path / LAST).exists():
-            (self.path / PREVIOUS).unlink(missing_ok=True)
-            (self.path / PREVIOUS).hardlink_to(self.path / LAST)  # there is a checkpoint at any time
-        data = content.getvalue()
-        self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        data, before = content.getvalue(), self.path / PREVIOUS if self.checkpoint == self.path / LAST else None
+        write_atomically(self.path / LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data, before)
+        self.checkpoint = self.path / LAST
 
     def load_checkpoint(self) -> tuple[dict[str, Any], str]:
         """The newest undamaged checkpoint, on the CPU, and a message that names a damaged one, or "". Loads no code."""
         damaged = []
         for path in filter(Path.exists, (self.path / LAST, self.path / PREVIOUS)):
-            digest, _, data = path.read_bytes().partition(b"\n")
-            if hashlib.sha256(data).hexdigest().encode() != digest:
-                damaged.append(f"{path} is damaged: its checksum does not match.")
+            try:
+                state = _unpacked(path.read_bytes())
+            except Exception as error:  # a forged file can raise anything
+                damaged.append(f"{path} is damaged: {error}.")
                 continue
-            state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             if state.get("format") != FORMAT:
                 raise TrainingError(f"{path} was written by another version of BayesTrain. Start a new run.")
+            self.checkpoint = path
             return state, f"{damaged[0]} Resuming from {path}." if damaged else ""
         raise TrainingError(f"No checkpoint can be read. {' '.join(damaged)} Overwrite the run to start it again.")
 
     def write_history(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Write ``history.jsonl`` with the records of the epochs so far."""
         self.write("history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def _unpacked(content: bytes) -> dict[str, Any]:
+    """The state in a checkpoint, which takes no more memory than the file. Loads no code."""
+    digest, _, data = content.partition(b"\n")
+    if hashlib.sha256(data).hexdigest().encode() != digest:
+        raise ValueError("its checksum does not match")
+    if sum(entry.file_size for entry in zipfile.ZipFile(io.BytesIO(data)).infolist()) > len(data):
+        raise ValueError("it is compressed, which checkpoints are not")
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+@contextmanager
+def restoring(folder: RunFolder | None) -> Iterator[None]:
+    """Turn whatever a checkpoint of other content raises into an error that names it."""
+    try:
+        yield
+    except BayesTrainError:
+        raise
+    except Exception as error:
+        advice = "Resume with the same network and data, or overwrite the run to start it again."
+        where = folder and folder.checkpoint
+        raise TrainingError(f"{where} does not fit this run: {error!r}. {advice}") from error
 
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:
