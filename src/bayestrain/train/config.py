@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, get_args, get_origin
 import tomli_w
 
 from bayestrain.errors import ConfigError
+from bayestrain.files import check_files
 
 KINDS: dict[Any, tuple[Any, str]] = {  # of every type of setting: what it accepts, and the words for it
     str: (str, "text in quotes"), bool: (bool, "true or false"), int: (Integral, "an integer"),
@@ -258,8 +259,9 @@ def flat(*sections: Section) -> dict[str, Any]:
 
 
 def load(path: Path | str) -> RunConfig:
-    """The config in a TOML file; every error names the file."""
+    """The config in a TOML file; every error names the file. One of a finished run must not have changed."""
     try:
+        check_files(Path(path).parent)
         return RunConfig.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None

@@ -21,7 +21,7 @@ from bayestrain.posterior.likelihoods import LogProb
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import ProgressPrinter
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, differences, flat, unknown_setting
-from bayestrain.train.folder import RunFolder, restoring
+from bayestrain.train.folder import RunFolder
 from bayestrain.train.loop import Loop, random_state, set_random_state
 from bayestrain.train.search import check_target
 from bayestrain.train.subject import Network, Particles, Setup
@@ -140,9 +140,7 @@ def fit(
         saved, note = folder.load_checkpoint() if folder is not None and resume else (None, "")
         if saved is None:
             check_target(config, models[0])
-        with restoring(folder):
-            changed = "; ".join(differences(saved["settings"], known)) if saved else ""
-        if changed:
+        elif changed := "; ".join(differences(saved["settings"], known)):
             raise ConfigError(f"It cannot be resumed with other settings: {changed}. Use the same, or another folder.")
         models = [model.to(place) for model in models]
         likelihood = as_likelihood(likelihood).to(place, first.dtype)
@@ -156,8 +154,7 @@ def fit(
             random.seed(seed)
             np.random.seed(seed)
         else:
-            with restoring(folder):
-                loop.restore(saved)
+            loop.restore(saved)
         final, before = loop.run(note), loop.history[0]
         result = FitResult(
             subject.template, subject.posterior, subject.likelihood, loop.history, final, loop.search.spectra,
