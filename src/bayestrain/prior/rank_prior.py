@@ -126,7 +126,9 @@ class NormalPrior:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state_dict`."""
-        self.steps, self.weight = int(state["steps"]), float(state["weight"])
+        steps, weight = int(state["steps"]), float(state["weight"])
+        _check(*NOT_NEGATIVE, steps=steps, weight=weight)
+        self.steps, self.weight = steps, weight
 
 
 class RankPrior(NormalPrior):
