@@ -286,6 +286,8 @@ def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[n
         for i in range(n):
             torch.manual_seed(seed * 1_000_003 + i)
             models.append(build())
+            if i == 0 and isinstance(models[0], nn.Module) and (perf := fast()) is not None:
+                perf.memory.check_particles(models[0], n)
     return models
 
 
@@ -297,6 +299,8 @@ def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list
     """
     if not scale > 0:
         raise ConfigError(f"scale must be positive, or all particles coincide, got {scale}.")
+    if (perf := fast()) is not None:
+        perf.memory.check_particles(model, n)
     generator = torch.Generator().manual_seed(seed)
     copies = [copy.deepcopy(model) for _ in range(n)]
     for parameter in (p for twin in copies for p in twin.parameters() if p.requires_grad):
