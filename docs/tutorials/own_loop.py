@@ -5,6 +5,8 @@
 # PyTorch, apart from the lines marked "BayesTrain". `make demo` runs this page, in about half a minute on one core.
 
 # %%
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,6 +41,7 @@ def fit(model: nn.Module, lr: float, prior: bt.RankPrior | None = None) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * STEPS)
     model.train()
+    started = time.perf_counter()
     for epoch in range(1, EPOCHS + 1):
         for x, y in train.batches(BATCH, shuffle=True, generator=order):
             loss = likelihood = F.cross_entropy(model(x), y)
@@ -53,7 +56,9 @@ def fit(model: nn.Module, lr: float, prior: bt.RankPrior | None = None) -> None:
         if prior is not None:
             bt.compact_(model, rule="contribution", optimizer=optimizer)  # BayesTrain: the next epoch is cheaper
         if epoch % 5 == 0:
-            print(f"epoch {epoch}: cross entropy {likelihood.item():.3f}, {bt.count_parameters(model):,} parameters")
+            left = (time.perf_counter() - started) / epoch * (EPOCHS - epoch)
+            size = f"{bt.count_parameters(model):,} parameters"
+            print(f"epoch {epoch}: cross entropy {likelihood.item():.3f}, {size}, about {left:.0f} s left")
 
 
 @torch.no_grad()

@@ -1,11 +1,19 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and reading them with care."""
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from bayestrain.errors import DataError
+
+CHECKSUMS = "checksums.json"
+"""The file with the SHA-256 of all others of a finished run."""
 
 
 @contextlib.contextmanager
@@ -43,6 +51,35 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_files(folder: Path) -> None:
+    """Raise `DataError` if a file of a finished run has changed; a folder without `CHECKSUMS` is not checked."""
+    own = folder / CHECKSUMS
+    with reading(own):
+        known = dict(json.loads(own.read_text(encoding="utf-8"))) if own.exists() else {}
+    for file in folder.iterdir() if known else ():
+        with reading(file, f"Restore it. To use the run as it is now, delete {own}; to change its config, copy that."):
+            if file.name in known and file.is_file() and checksum(file) != known[file.name]:
+                raise ValueError("its checksum does not match")
+
+
+@contextlib.contextmanager
+def reading(path: Path, advice: str = "Restore it, or delete it to leave out what it holds.") -> Iterator[None]:
+    """Turn whatever goes wrong with the content of `path` into an error that names it."""
+    try:
+        yield  # deep JSON raises RecursionError, a RuntimeError, and a huge integer OverflowError
+    except (
+        ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path} is damaged or does not belong here: {reason}. {advice}") from error
 
 
 def write_json(path: Path, content: object) -> None:

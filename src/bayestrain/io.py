@@ -5,6 +5,7 @@ so that a dense network becomes the saved model. What is read is compared with t
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
-from bayestrain.files import write_atomically
+from bayestrain.files import checksum, reading, write_atomically
 from bayestrain.formats import get
 from bayestrain.nn.convert import TWINS, replace_layers
 from bayestrain.nn.factorized import FactorizedWeight
@@ -38,7 +38,9 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
 
     Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
-    module = model if isinstance(model, nn.Module) else model.joint
+    module, folder = model if isinstance(model, nn.Module) else model.joint, Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
     tensors = _tensors(module)
     if not isinstance(model, nn.Module):
@@ -69,14 +71,15 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
             own["weights"][name] = {"format": weight.format.name, "equation": str(weight.equation), "layout": layout}
     if taken := sorted(set(own) & set(about or {})):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
+    plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+    content = safetensors.torch.save(plain)
+    own["sha256"] = hashlib.sha256(content).hexdigest()
     try:
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
-    plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), safetensors.torch.save(plain))
+    write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
     write_atomically(folder / DESCRIPTION, text)
 
 
@@ -91,12 +94,13 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
     """
     folder, description = _read_description(path)
     if description["kind"] == "model":
-        _fill(folder, description, into, _read_tensors(folder / WEIGHTS))
+        _fill(folder, description, into, _read_tensors(folder / WEIGHTS, description, into))
         return into.eval()
     likelihood = description["likelihood"] if likelihood is None else copy.deepcopy(likelihood)
     if likelihood is None:
         raise ConfigError(f"{folder / DESCRIPTION} names no likelihood of BayesTrain. Pass likelihood=yours to load.")
-    joint, tensors, n = Joint(into, likelihood), _read_tensors(folder / PARTICLES), description["particles"]
+    joint, n = Joint(into, likelihood), description["particles"]
+    tensors = _read_tensors(folder / PARTICLES, description, joint)
     stacked = {name: tensor for name, tensor in tensors.items() if name not in description["shared"]}
     if not n or {tensor.shape[:1] for tensor in stacked.values()} != {(n,)}:
         raise DataError(f"{folder / PARTICLES} does not hold the {n} particles that {DESCRIPTION} describes.")
@@ -150,14 +154,16 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n in kept}
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def _read_tensors(file: Path, description: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a file, of which safetensors compares the header with the size before it reads any."""
-    try:
+    with reading(file, "Restore it, or save the model again."):
         tensors = safetensors.torch.load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{file} is missing or damaged: {error}") from error
-    if broken := [name for name, tensor in tensors.items() if bool(tensor.isnan().any())]:
-        raise DataError(f"{file} has NaN values in {broken[0]!r}. Save the model again from before that.")
+        if checksum(file) != description.get("sha256", checksum(file)):  # an older description has none
+            raise ValueError(f"its checksum is not that in {DESCRIPTION}; perhaps saving was interrupted")
+        masks = dict(module.named_buffers())
+        for name, tensor in tensors.items():
+            if bool(tensor.isnan().any()) or (name not in masks and bool(tensor.isinf().any())):
+                raise ValueError(f"it has NaN or infinite values in {name!r}")
     return tensors
 
 
@@ -165,8 +171,8 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
     """Put factorised weights in place where the description has them, then give all tensors the values of the file."""
     if lazy := [name for name, layer in module.named_modules() if is_lazy(layer)]:
         raise ConfigError(f"The network given has lazy layers: {', '.join(lazy)}. Run one batch through it first.")
-    _rebuild(folder, description, module, tensors)
-    wrong, own = f"The tensors in {folder} are not those of the network given", _tensors(module)
+    built, own = _built(folder, description, module, tensors)
+    wrong = f"The tensors in {folder} are not those of the network given"
     if odd := own.keys() ^ tensors.keys():
         raise DataError(f"{wrong}: these are not in both: {', '.join(sorted(odd))}.")
     for name, tensor in own.items():
@@ -174,13 +180,22 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
         if (tensor.shape, tensor.is_floating_point()) != (found.shape, found.is_floating_point()):
             needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
             raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
-    for name, tensor in own.items():
+    replace_layers(module, {old: TWINS[type(old)].of(old, new) for old, new in built.items() if type(old) in TWINS})
+    for old, new in built.items():
+        if isinstance(old, FactorizedWeight):
+            if (old.format, old.layout) != (new.format, new.layout):
+                new.requires_grad_(old.cores[0].requires_grad)
+                old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
+            old.set_cores(list(new.cores))
+    for name, tensor in _tensors(module).items():
         tensor.data = tensors[name].to(tensor.device, copy=True)
 
 
-def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Build all factorised weights, then put them in place."""
-    layers, built = dict(model.named_modules()), dict[Any, FactorizedWeight]()
+def _built(
+    folder: Path, description: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]
+) -> tuple[dict[Any, FactorizedWeight], dict[str, Tensor]]:
+    """All factorised weights, by what they will replace, and the tensors that the model will have then."""
+    layers, built, own = dict(model.named_modules()), dict[Any, FactorizedWeight](), _tensors(model)
     for path, about in description["weights"].items():
         name = layer_name(path)
         layer = layers.get(name)
@@ -191,8 +206,8 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, ten
             equation = format.equation(about["layout"].sizes)
             if str(equation) != about["equation"]:
                 raise ShapeError(f"format {format.name!r} has the equation {equation}, not {about['equation']}.")
-            cores = [tensors[f"{path}.cores.{k}".removeprefix(".")] for k in range(len(equation.cores))]
-            weight = FactorizedWeight(format, about["layout"], cores)
+            names = [f"{path}.cores.{k}".removeprefix(".") for k in range(len(equation.cores))]
+            weight = FactorizedWeight(format, about["layout"], [tensors[name] for name in names])
         except (BayesTrainError, KeyError, TypeError, RuntimeError) as error:
             raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
         shape = getattr(old if factorized else getattr(old, "weight", None), "shape", None)
@@ -202,10 +217,7 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, ten
                 f"{type(layer).__name__} with weight {shape and tuple(shape)}, and one of {weight.shape} was saved."
             )
         built[old] = weight.to(next(old.parameters()).device)
-    replace_layers(model, {old: TWINS[type(old)].of(old, new) for old, new in built.items() if type(old) in TWINS})
-    for old, new in built.items():
-        if isinstance(old, FactorizedWeight):
-            if (old.format, old.layout) != (new.format, new.layout):
-                new.requires_grad_(old.cores[0].requires_grad)
-                old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
-            old.set_cores(list(new.cores))
+        gone = f"{path}.cores.".removeprefix(".") if factorized else f"{name}.weight"
+        own = {name: tensor for name, tensor in own.items() if not name.startswith(gone)}
+        own |= dict(zip(names, weight.cores, strict=True))
+    return built, own

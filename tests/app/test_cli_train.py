@@ -69,7 +69,7 @@ OWN = ["train", "--model", "ownnets:build", "--data", "ownnets:loaders"]
 TINY = ["--set", "fit.epochs=2", "--set", "fit.finetune_epochs=1", "--set", "tensorize.max_rank=4"]
 FILES = {
     "config.toml", "environment.json", "history.jsonl", "model.safetensors", "model.json", "predictions.safetensors",
-    "spectra.json", "result.json", "report.html",
+    "spectra.json", "result.json", "report.html", "checksums.json",
 }  # fmt: skip
 
 

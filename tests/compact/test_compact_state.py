@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from compact_kit import FORMATS, NETWORKS, Particles, dense, planted, with_lambda
 from torch import Tensor, nn
 
+import bayestrain as bt
 from bayestrain.compact import compact_
-from bayestrain.errors import ConfigError
+from bayestrain.errors import ConfigError, DecayWarning
 from bayestrain.nn import FactorizedWeight
+from bayestrain.prior import RankPrior
 from bayestrain.prior.density import conditional_mode
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -22,6 +24,15 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fused Adam": partial(torch.optim.Adam, lr=1e-2, fused=True),
     "foreach Adam": partial(torch.optim.Adam, lr=1e-2, foreach=True),
 }
+
+
+def test_weight_decay_on_cores_with_a_prior_is_warned_of_without_being_asked() -> None:
+    model = nn.Sequential(bt.TensorLinear(12, 12, max_rank=4), nn.ReLU(), nn.Linear(12, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    compact_(model, 0.1, optimizer=optimizer)  # without a prior it does no harm
+    RankPrior(model, 50)
+    with pytest.warns(DecayWarning, match="weight decay to the cores of 0"):
+        compact_(model, 0.1, optimizer=optimizer)
 
 
 def train(
@@ -52,6 +63,7 @@ def masks(own: FactorizedWeight, kept: list[Tensor]) -> list[Tensor]:
     return result
 
 
+@pytest.mark.filterwarnings("ignore::bayestrain.errors.DecayWarning")  # AdamW decays the cores
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize(("name", "rule"), [*((name, "contribution") for name in OPTIMISERS), ("SGD", "lambda")])
 def test_training_after_slicing_equals_training_with_the_dropped_slices_held_at_zero(

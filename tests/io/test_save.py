@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bayestrain import TensorizeConfig, TensorLinear, compact_, load, ranks, save, tensorize_
+from bayestrain import TensorizeConfig, TensorLinear, compact_, io, load, ranks, save, tensorize_
 from bayestrain.errors import ConfigError, DataError
+from bayestrain.files import write_atomically
 from bayestrain.formats import FORMATS, Format, TensorTrain
 from bayestrain.nn import FactorizedWeight, factorized_weights
 from bayestrain.prior import RankPrior
@@ -258,13 +259,22 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     save(model, tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
-    for damaged in (content[:-10], content.replace(b'"F32"', b'"F64"', 1), b"nonsense"):  # a header has its own sizes
+    flipped = bytearray(content)
+    flipped[-3] ^= 1
+    for damaged in (content[:-10], content.replace(b'"F32"', b'"F64"', 1), b"nonsense", flipped):
         file.write_bytes(damaged)
-        with pytest.raises(DataError, match="is missing or damaged"):
+        with pytest.raises(DataError, match=rf"{file} is damaged"):
             load(tmp_path, dense())
+    with pytest.raises(DataError, match=r"its checksum is not that in model\.json; perhaps saving was interrupted"):
+        load(tmp_path, dense())
+    changed(tmp_path / "model.json", "sha256", value=None)
+    description = json.loads((tmp_path / "model.json").read_text())
+    del description["sha256"]  # written by hand
+    (tmp_path / "model.json").write_text(json.dumps(description))
     tensors = {name: t.contiguous() for name, t in model.state_dict().items()}
     for wrong, message in (
-        ({"6.bias": torch.full((5,), torch.nan)}, r"has NaN values in '6\.bias'"),
+        ({"6.bias": torch.full((5,), torch.nan)}, r"has NaN or infinite values in '6\.bias'"),
+        ({"6.bias": torch.full((5,), -torch.inf)}, r"has NaN or infinite values in '6\.bias'"),
         ({"7.bias": torch.ones(5)}, r"these are not in both: 7\.bias"),
         ({"6.bias": torch.zeros(4)}, r"6\.bias needs shape \(5,\) of torch.float32, there is shape \(4,\)"),
         ({"6.bias": torch.zeros(5, dtype=torch.int64)}, r"there is shape \(5,\) of torch.int64"),
@@ -272,5 +282,33 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         ({"6.factorized.cores.0": tensors["6.factorized.cores.0"].int()}, "do not fit each other at layer '6'"),
     ):
         save_file({**tensors, **wrong}, file)
+        network, before = dense(), dense()
+        layers = list(network)
+        before.load_state_dict(network.state_dict())
         with pytest.raises(DataError, match=message):
-            load(tmp_path, dense())
+            load(tmp_path, network)
+        assert list(network) == layers
+        for name, tensor in before.state_dict().items():
+            assert torch.equal(network.state_dict()[name], tensor)
+
+
+def test_an_interrupted_save_never_mixes_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(trained(), tmp_path)
+
+    def killed(path: Path, content: bytes | str) -> None:
+        if path.name == "model.json":
+            raise KeyboardInterrupt
+        write_atomically(path, content)
+
+    monkeypatch.setattr(io, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(trained(), tmp_path)
+    with pytest.raises(DataError, match=r"model\.safetensors is damaged .*perhaps saving was interrupted"):
+        load(tmp_path, dense())
+
+
+def test_a_file_is_no_folder_to_save_into(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"saved into a folder, but .*file is a file\. Choose another name"):
+        save(trained(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"

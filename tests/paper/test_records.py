@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from table_kit import POSTERIOR, RESULTS, best_temperature, figures, group, seed
 
+from bayestrain.posterior import ClassPrediction
 from paper.records import RecordError, check_predictions, gather, read_group
 
 SUMMARIES = sorted(path for path in RESULTS.glob("*/*/summary.json") if not any(path.parent.glob("*/paper.json")))
@@ -97,21 +99,26 @@ def test_a_temperature_fitted_to_the_test_images_is_refused(path: Path, tmp_path
     forged = stored["probabilities"].astype(np.float64) ** (1 / temperature)
     forged /= forged.sum(1, keepdims=True)
     save_file({**stored, "probabilities": forged.astype(np.float32)}, here / path.name)
-    right = np.log(forged[np.arange(len(forged)), stored["labels"]]).mean()
-    change(here / "result.json", "log_likelihood", value=float(right))
+    labels = torch.from_numpy(stored["labels"]).long()
+    for key, figure in ClassPrediction(torch.from_numpy(forged)[None]).metrics(labels).items():
+        if key in ("log_likelihood", "ece", "brier"):
+            change(here / "result.json", key, value=figure)
     group_of = {int(p.name[5:]): json.loads((p / "result.json").read_text()) for p in folder.glob("seed-*")}
-    values = [group_of[n]["log_likelihood"] for n in sorted(group_of)]
-    change(folder / "summary.json", "log_likelihood", value={
-        "mean": float(np.mean(values)), "spread": float(np.std(values, ddof=1)), "each": values})  # fmt: skip
+    for key in ("log_likelihood", "ece"):
+        values = [group_of[n][key] for n in sorted(group_of)]
+        change(folder / "summary.json", key, value={
+            "mean": float(np.mean(values)), "spread": float(np.std(values, ddof=1)), "each": values})  # fmt: skip
     with pytest.raises(RecordError, match=f"{number}, .*so it was fitted to them"):
         read_group(folder, folder.parent.name)
 
 
-def test_metrics_that_the_predictions_do_not_give_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["accuracy", "log_likelihood", "ece", "brier"])
+def test_metrics_that_the_predictions_do_not_give_are_refused(key: str, tmp_path: Path) -> None:
     folder = copied(RESULTS / "mnist" / "svgd-20", tmp_path)
     (run,) = [run for run in read_group(folder, "mnist").runs if run.predictions]
-    run.metrics["log_likelihood"] += 1e-4
-    with pytest.raises(RecordError, match="records log_likelihood"):
+    check_predictions(run)
+    run.metrics[key] += 1e-3 if key == "ece" else 1e-4
+    with pytest.raises(RecordError, match=f"records {key}"):
         check_predictions(run)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain.errors import ConfigError
 from bayestrain.nn.fast import fast
-from bayestrain.posterior import Posterior, independent
+from bayestrain.posterior import Posterior, around, independent
 
 needs_perf = pytest.mark.skipif(fast() is None, reason="perf is switched off")
 
@@ -32,6 +32,25 @@ class Watched(nn.Module):
         made = x.relu()
         self.seen.append(weakref.ref(made))
         return made
+
+
+@needs_perf
+def test_particles_that_cannot_fit_are_refused_before_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build() -> nn.Module:
+        built.append(wide())
+        return built[-1]
+
+    each = 4 * 4 * bt.count_parameters(wide())
+    monkeypatch.setattr(fast().memory, "available_bytes", lambda _: 7 * each)
+    message = r"1,000,000,000 particles need about .* MB free .*\. Use at most 7 particles"
+    with pytest.raises(ConfigError, match=message):
+        independent(build, 10**9)
+    assert len(built) == 1
+    with pytest.raises(ConfigError, match=message):
+        around(wide(), 10**9)
+    assert len(independent(build, 7)) == 7
 
 
 def test_estimates_steps_and_predictions_keep_no_activation_alive() -> None:

@@ -242,9 +242,29 @@ def test_models_that_cannot_have_the_prior_are_refused() -> None:
         RankPrior(nn.Sequential(nn.Linear(2, 2)), num_data=10)
     model = small_model().half()
     assert RankPrior(model, num_data=10).loss().isfinite()
-    model[0].cores[1].data[0] = math.inf
-    with pytest.raises(BayesTrainError, match=r"cores of '0' must be finite, but some entries \(torch.float16\)"):
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["0.factorized.cores.1", "0.bias", "2.weight", "2.bias"])
+def test_parameters_that_are_not_finite_are_named(name: str, dtype: torch.dtype, value: float) -> None:
+    model = nn.Sequential(TensorLinear(6, 8, max_rank=2), nn.ReLU(), nn.Linear(8, 2)).to(dtype)
+    before = set(model.state_dict())
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = value
+    with pytest.raises(BayesTrainError, match=rf"must be finite, but '{name}' \({dtype}\) has NaN or infinite"):
         RankPrior(model, num_data=10)
+    assert set(model.state_dict()) == before
+    model[2].requires_grad_(False)
+    if name.startswith("2."):
+        RankPrior(model, num_data=10)  # which does not cover it
+
+
+def test_lazy_layers_have_the_prior_once_they_have_values() -> None:
+    model = nn.Sequential(TensorLinear(6, 8, max_rank=2), nn.LazyLinear(2))
+    prior = RankPrior(model, num_data=10)
+    model(torch.randn(3, 6))
+    assert prior.loss().isfinite()
 
 
 def test_weight_decay_on_cores_is_warned_of() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from fit_kit import HELD_OUT, TRAIN, Listener, StopAfter, assert_resumes, assert_same, network, train
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from bayestrain.errors import ConfigError, Interrupted, TrainingError
-from bayestrain.nn import count_parameters
+from bayestrain.errors import ConfigError, DataError, Interrupted, TrainingError
+from bayestrain.nn import TensorizeConfig, count_parameters, tensorize_
 from bayestrain.train import PriorConfig, RunFolder
 from bayestrain.train.folder import FORMAT
 
@@ -138,6 +139,23 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path)
     assert heard.calls[:3] == ["start", "cut", "epoch 3"]
     assert [record["epoch"] for record in result.history] == list(range(7))
     assert_same(model, whole)
+
+
+def test_a_checkpoint_of_something_else_is_named(tmp_path: Path) -> None:
+    train(folder=tmp_path, epochs=1, finetune_epochs=1)
+    again: dict[str, Any] = {"epochs": 1, "finetune_epochs": 1, "folder": tmp_path, "resume": True}
+    other = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
+    tensorize_(other, TensorizeConfig(max_rank=4))
+    with pytest.raises(DataError, match=rf"(?s){tmp_path / CHECKPOINT} is damaged or .*Resume with the same"):
+        train(other, **again)
+    with RunFolder(tmp_path, resume=True) as folder:
+        good, _ = folder.load_checkpoint()
+        for forged in ({}, {"settings": 5}, {**good, "subject": None}, {**good, "random": {}}):
+            folder.save_checkpoint(forged)
+            with pytest.raises(
+                (DataError, TrainingError), match=f"{tmp_path / CHECKPOINT} (is damaged|was written by)"
+            ):
+                train(**{**again, "folder": folder})
 
 
 @pytest.mark.parametrize("length", [0, 10, 64, 65, 1000, -1])

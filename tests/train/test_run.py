@@ -12,7 +12,7 @@ import pytest
 import torch
 from fit_kit import StopAfter
 
-from bayestrain.errors import ConfigError, Interrupted, TrainingError
+from bayestrain.errors import ConfigError, DataError, Interrupted, TrainingError
 from bayestrain.train import config as configs
 from bayestrain.train.config import RunConfig
 from bayestrain.train.run import evaluate_run, load_data, load_run, resolve, train_run
@@ -82,6 +82,34 @@ def test_a_run_killed_at_any_time_does_not_forget_what_it_starts_from(
     changed = config.override([f"run.model={config.run.model.replace('build', 'other')}"])
     with pytest.raises(ConfigError, match="Name the same model"):
         train_run(changed, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("digits", "names"), [(20, "epochs batch_size"), (400, "epochs lr"), (4000, "lr"), (5000, "lr seed")]
+)
+def test_numbers_of_too_many_digits_are_refused(digits: int, names: str, config: RunConfig) -> None:
+    for name in names.split():
+        name = "run.seed" if name == "seed" else f"fit.{name}"
+        with pytest.raises(ConfigError, match=rf'{name} must be .*, got "?999'):
+            config.override([f"{name}={'9' * digits}"])
+
+
+@pytest.mark.parametrize("depth", [100, 500, 5000])
+def test_lists_that_are_too_deep_are_refused(depth: int, config: RunConfig) -> None:
+    for name in ("fit.epochs", "fit.milestones"):
+        with pytest.raises(ConfigError, match=f"{name} must be "):
+            config.override([f"{name}={'[' * depth}{']' * depth}"])
+
+
+@pytest.mark.parametrize("state", [None, 1, [], {"log_variance": "x"}, {"log_variance": [[1], [1, 2]]}, {"other": 1.0}])
+def test_a_likelihood_that_was_damaged_names_its_file(state: object, config: RunConfig, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train_run(config, out)
+    (out / "checksums.json").unlink()  # which would have told
+    about = json.loads((out / "model.json").read_text())
+    (out / "model.json").write_text(json.dumps({**about, "likelihood_state": state}))
+    with pytest.raises(DataError, match=r"model\.json is damaged"):
+        load_run(out)
 
 
 @pytest.mark.parametrize(

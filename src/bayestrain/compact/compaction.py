@@ -11,6 +11,7 @@ from bayestrain.compact.rules import cheapest_ranks, cut, priced
 from bayestrain.compact.weights import Particles, Weight, find_weights
 from bayestrain.errors import ConfigError, check_counts
 from bayestrain.nn.sizes import count_parameters
+from bayestrain.prior import check_weight_decay
 from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
@@ -115,6 +116,8 @@ def compact_(
         return model.compact_(tol, parameters=parameters, rule=rule)  # type: ignore[no-any-return]  # with its optimiser
     tol = _checked_tol(tol, rule, parameters)
     template, weights = find_weights(model)
+    if optimizer is not None and any(weight.module.rank_state for weight in weights):
+        check_weight_decay(optimizer, template)
     size = count_parameters(template)
     if parameters is None:
         cuts = [None if w.module.compacted == (rule, tol, w.fingerprint(rule)) else cut(w, rule, tol) for w in weights]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError
+from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError, check_counts
 from bayestrain.infer.particles import Particles, count, flatten, unflatten
 
 Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -171,18 +171,29 @@ class Method:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise unless `load_state_dict` would succeed."""
+        """Raise unless `load_state_dict` and a step after it succeed: both are tried on a copy."""
         own = self.state_dict()
         if missing := sorted(own.keys() - state.keys()):
             raise ConfigError(f"This is no state of an inference method: {missing} is missing. Pass a state_dict().")
         for what, read in FORM.items():
             if (here := read(own)) != (saved := read(state)):
                 raise ConfigError(f"The {what} must agree, but the saved state has {saved}, this method {here}.")
+        trial = copy.deepcopy(self, {id(self.gradients): _no_gradients})
+        vars(trial.optimizer).update({**vars(self.optimizer), **vars(trial.optimizer)})  # what is not copied
+        try:
+            trial._restore(state)
+            check_counts(**{"steps + 1": trial.steps + 1})
+            trial.advance(None)
+        except Exception as error:  # an optimiser can raise anything
+            raise ConfigError(f"The saved state does not fit this method: {error!r}. Pass a state_dict().") from error
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the particles take the shapes they find. Checks come before any change."""
         self.check_state(state)
+        self._restore(state)
+
+    @torch.no_grad()
+    def _restore(self, state: Mapping[str, Any]) -> None:
         for name, tensor in self.particles.items():
             tensor.data = tensor.new_empty(state["particles"][name].shape).copy_(state["particles"][name])
         load_optimizer(self.optimizer, state["optimizer"])
@@ -215,6 +226,11 @@ class Ensemble(Method):
     name = "ensemble"
     fewest = 2
     advice = "Use MAP for a single point."
+
+
+def _no_gradients(particles: Particles, _: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    first = next(iter(particles.values()))
+    return first.new_zeros(len(first)), {name: torch.zeros_like(tensor) for name, tensor in particles.items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -116,6 +116,15 @@ def available_bytes(device: torch.device) -> int | None:
     return max(min(found), 0) if found else None
 
 
+def check_particles(model: nn.Module, n: int) -> None:
+    """Raise `ConfigError` if n networks like this one cannot fit where it is, before the others are built."""
+    own = [parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)]
+    held = 4 * sum(parameter.nbytes for parameter in own)  # as `Posterior.estimate_memory` has it
+    if held and (free := available_bytes(own[0].device)) is not None and n * held > free:
+        needed = f"{n:,} particles need about {_size(n * held)} of {_size(free)} free for weights and the optimiser"
+        raise ConfigError(f"This cannot fit: {needed}. Use at most {free // held:,} particles.")
+
+
 def choose_chunk(
     n: int, held: int, allocated: int, one: tuple[int, int], model: nn.Module, device: torch.device, chunk: int | None
 ) -> MemoryEstimate:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import BayesTrainError, ConfigError, ShapeError, check_choice, check_counts
+from bayestrain.errors import ConfigError, ShapeError, check_choice, check_counts
 from bayestrain.infer import METHODS, Method, count
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
@@ -251,8 +251,8 @@ class Posterior(ParticleModel):
             self.method.check_state(state["method"])
             copy.copy(self.prior).load_state_dict(state["prior"])
             check_temperature(temperature := state["temperature"] or 1.0)
-            variance = float(state["variance"])
-        except (BayesTrainError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            NormalPrior(trial.model, self.num_data, variance=(variance := float(state["variance"])))
+        except Exception as error:  # damage can raise anything
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
         if state["ranks_fixed"]:
             self.fix_ranks_(variance)
@@ -286,6 +286,8 @@ def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[n
         for i in range(n):
             torch.manual_seed(seed * 1_000_003 + i)
             models.append(build())
+            if i == 0 and isinstance(models[0], nn.Module) and (perf := fast()) is not None:
+                perf.memory.check_particles(models[0], n)
     return models
 
 
@@ -297,6 +299,8 @@ def around(model: nn.Module, n: int, scale: float = 1e-2, seed: int = 0) -> list
     """
     if not scale > 0:
         raise ConfigError(f"scale must be positive, or all particles coincide, got {scale}.")
+    if (perf := fast()) is not None:
+        perf.memory.check_particles(model, n)
     generator = torch.Generator().manual_seed(seed)
     copies = [copy.deepcopy(model) for _ in range(n)]
     for parameter in (p for twin in copies for p in twin.parameters() if p.requires_grad):

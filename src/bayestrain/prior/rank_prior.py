@@ -126,7 +126,9 @@ class NormalPrior:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state_dict`."""
-        self.steps, self.weight = int(state["steps"]), float(state["weight"])
+        steps, weight = int(state["steps"]), float(state["weight"])
+        _check(*NOT_NEGATIVE, steps=steps, weight=weight)
+        self.steps, self.weight = steps, weight
 
 
 class RankPrior(NormalPrior):
@@ -174,11 +176,11 @@ class RankPrior(NormalPrior):
         self.align_every, self._move, self.weights = align_every, UPDATES[update], factorized_weights(model)
         if not self.weights:
             raise ConfigError("The model has no factorised weight. Call bayestrain.tensorize_(model) first.")
-        for name, own in self.weights.items():
-            if not all(core.is_meta or bool(core.isfinite().all()) for core in own.cores):
+        for name, p in model.named_parameters():
+            if p.requires_grad and not (p.is_meta or nn.parameter.is_lazy(p) or bool(p.isfinite().all())):
                 raise ConfigError(
-                    f"The cores of {name!r} must be finite, but some entries ({own.cores[0].dtype}) are not. "
-                    "Initialise the layer again; half precision is safer with model.float()."
+                    f"Parameters must be finite, but {name!r} ({p.dtype}) has NaN or infinite entries. Initialise "
+                    "the layer again; half precision is safer with model.float()."
                 )
         self.held = layers_to_hold(model, self.weights, hold_scale)
         """The layers whose norm is held, each with the normalisations behind it."""

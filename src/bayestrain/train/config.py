@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 import operator
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,11 +13,14 @@ from typing import Any, ClassVar, Self, get_args, get_origin
 import tomli_w
 
 from bayestrain.errors import ConfigError
+from bayestrain.files import check_files
 
 KINDS: dict[Any, tuple[Any, str]] = {  # of every type of setting: what it accepts, and the words for it
     str: (str, "text in quotes"), bool: (bool, "true or false"), int: (Integral, "an integer"),
     float: (Real, "a number"), dict: (Mapping, "a table"),
 }  # fmt: skip
+
+LARGEST = {int: 2**63 - 1, float: 1e38}  # what PyTorch and single precision hold
 
 BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -67,7 +69,7 @@ class Section:
         def fits(one: Any) -> bool:
             right = isinstance(one, accepted) and isinstance(one, bool) == (kind is bool)
             if right and kind in (int, float):
-                right = math.isfinite(one) and all(BOUNDS[word](one, bound) for word, bound in bounds.items())
+                right = abs(one) <= LARGEST[kind] and all(BOUNDS[word](one, bound) for word, bound in bounds.items())
             return right and (not choices or one in choices)
 
         if isinstance(value, list | tuple) == many and all(map(fits, value if many else [value])):
@@ -228,7 +230,7 @@ class RunConfig:
                 raise ConfigError(f"{text}: write section.key=value, for example fit.epochs=3.")
             try:
                 parsed = tomllib.loads(f"value = {value}")["value"]
-            except tomllib.TOMLDecodeError:
+            except (ValueError, RecursionError):  # text, or too long or too deep for the parser
                 parsed = value.strip()
             settings.setdefault(title, {})[key] = parsed
         return self.from_dict(settings)
@@ -258,8 +260,9 @@ def flat(*sections: Section) -> dict[str, Any]:
 
 
 def load(path: Path | str) -> RunConfig:
-    """The config in a TOML file; every error names the file."""
+    """The config in a TOML file; every error names the file. One of a finished run must not have changed."""
     try:
+        check_files(Path(path).parent)
         return RunConfig.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None

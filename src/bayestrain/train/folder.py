@@ -5,7 +5,9 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import socket
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,15 +16,16 @@ from typing import Any
 import torch
 
 from bayestrain.errors import ConfigError, TrainingError
-from bayestrain.files import write_atomically, write_json
+from bayestrain.files import CHECKSUMS, checksum, reading, write_atomically, write_json
 
 FORMAT = 3  # of checkpoints: a higher number for every change after which older ones cannot be resumed
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
 
-FILES = (
-    "result.json", LAST, PREVIOUS, "config.toml", "environment.json", "history.jsonl", "spectra.json",
-    "model.safetensors", "posterior.safetensors", "model.json", "predictions.safetensors", "report.html",
+CHECKED = (
+    "result.json", "config.toml", "environment.json", "history.jsonl", "spectra.json",
+    "model.safetensors", "posterior.safetensors", "model.json", "predictions.safetensors",
 )  # fmt: skip
+FILES = (LAST, PREVIOUS, *CHECKED, CHECKSUMS, "report.html")
 """Everything that a run writes, and all that overwriting removes: first what says that there is a run."""
 
 
@@ -37,6 +40,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, path: Path | str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = Path(path)
+        self.checkpoint = self.path / PREVIOUS
+        """The newest one that is known to be good: this process has read or written it."""
         if resume and overwrite:
             raise ConfigError("A run is either resumed or overwritten: choose one of resume and overwrite.")
         if self.path.is_symlink():
@@ -87,32 +92,38 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write(self, name: str, content: bytes | str | Mapping[str, Any]) -> None:
         """Write one of the run's files, whole or not at all; a table becomes JSON. ``result.json`` is the last."""
         assert name in FILES, name
+        (self.path / CHECKSUMS).unlink(missing_ok=True)  # they are written again with the last file
         if isinstance(content, Mapping):
             write_json(self.path / name, content)
         else:
             write_atomically(self.path / name, content)
+        if name == "result.json":
+            there = [file for each in CHECKED if (file := self.path / each).is_file()]
+            write_json(self.path / CHECKSUMS, {file.name: checksum(file) for file in there})
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, keeping the previous one."""
+        """Write a checkpoint; the last one becomes the previous one, unless it is damaged."""
         content = io.BytesIO()
         torch.save({**state, "format": FORMAT}, content)
-        if (self.path / LAST).exists():
+        if self.checkpoint.name == LAST and self.checkpoint.is_file():
             (self.path / PREVIOUS).unlink(missing_ok=True)
-            (self.path / PREVIOUS).hardlink_to(self.path / LAST)  # there is a checkpoint at any time
+            shutil.copyfile(self.checkpoint, self.path / PREVIOUS)
         data = content.getvalue()
         self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        self.checkpoint = self.path / LAST
 
     def load_checkpoint(self) -> tuple[dict[str, Any], str]:
         """The newest undamaged checkpoint, on the CPU, and a message that names a damaged one, or "". Loads no code."""
         damaged = []
         for path in filter(Path.exists, (self.path / LAST, self.path / PREVIOUS)):
-            digest, _, data = path.read_bytes().partition(b"\n")
-            if hashlib.sha256(data).hexdigest().encode() != digest:
-                damaged.append(f"{path} is damaged: its checksum does not match.")
+            try:
+                state = _unpacked(path.read_bytes())
+            except Exception as error:  # a forged file can raise anything
+                damaged.append(f"{path} is damaged: {error}.")
                 continue
-            state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            if state.get("format") != FORMAT:
+            if state.get("format") != FORMAT or not isinstance(state.get("settings"), dict):
                 raise TrainingError(f"{path} was written by another version of BayesTrain. Start a new run.")
+            self.checkpoint = path
             return state, f"{damaged[0]} Resuming from {path}." if damaged else ""
         raise TrainingError(f"No checkpoint can be read. {' '.join(damaged)} Overwrite the run to start it again.")
 
@@ -121,14 +132,22 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.write("history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
 
+def _unpacked(content: bytes) -> dict[str, Any]:
+    """The state in a checkpoint, which takes no more memory than the file. Loads no code."""
+    digest, _, data = content.partition(b"\n")
+    if hashlib.sha256(data).hexdigest().encode() != digest:
+        raise ValueError("its checksum does not match")
+    if sum(entry.file_size for entry in zipfile.ZipFile(io.BytesIO(data)).infolist()) > len(data):
+        raise ValueError("it is compressed, which checkpoints are not")
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
 def read_json(file: Path, *needed: str) -> dict[str, Any]:
-    """The JSON object in a file of a run; a `ConfigError` names a file that is missing, damaged or incomplete."""
-    try:
+    """The JSON object in a file of a run; the error names a file that is missing, damaged or incomplete."""
+    if not file.exists():
+        raise ConfigError(f"{file} is missing: {file.parent} holds no finished run. Resume it, or train it.")
+    with reading(file, "Resume the run, or overwrite it."):
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if missing := set(needed) - found.keys():
             raise ValueError(f"it has no {min(missing)}")
-    except FileNotFoundError:
-        raise ConfigError(f"{file} is missing: {file.parent} holds no finished run. Resume it, or train it.") from None
-    except (AttributeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is damaged: {error}. Resume the run, or overwrite it.") from error
     return found

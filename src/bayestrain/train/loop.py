@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import Interrupted, TrainingError
+from bayestrain.files import reading
 from bayestrain.nn import count_parameters, dense_parameters
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import Plan
@@ -160,15 +161,17 @@ class Loop:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to the epoch of a checkpoint."""
-        vars(self).update({name: state[name] for name in self.KEPT})
-        vars(self.search).update(state["search"])
-        if self.search.ended is not None:
-            self.subject.end_search()
-        self.subject.restore(state["subject"])
-        for generator, saved in zip(self.data.generators(), state["generators"], strict=True):
-            generator.set_state(saved)
-        set_random_state(state["random"], self.data.device)
+        """Return to the epoch of the folder's checkpoint."""
+        assert self.folder is not None
+        with reading(self.folder.checkpoint, "Resume with the same network and data, or overwrite the run."):
+            vars(self).update({name: state[name] for name in self.KEPT})
+            vars(self.search).update(state["search"])
+            if self.search.ended is not None:
+                self.subject.end_search()
+            self.subject.restore(state["subject"])
+            for generator, saved in zip(self.data.generators(), state["generators"], strict=True):
+                generator.set_state(saved)
+            set_random_state(state["random"], self.data.device)
         self.saved = self.epoch
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save as serialised
 from torch import Tensor, nn
 
 from bayestrain.errors import ConfigError
+from bayestrain.files import reading
 from bayestrain.io import load, save
 from bayestrain.nn import TensorizeConfig, count_parameters, dense_parameters, factorized_weights, ranks, tensorize_
 from bayestrain.nn.fast import fast
@@ -124,7 +125,8 @@ def _saved(folder: Path, config: RunConfig, device: torch.device) -> tuple[Any, 
     if isinstance(model, ParticleModel):
         return model.to(device), model.likelihood
     state = read_json(folder / "model.json").get("likelihood_state", {})
-    likelihood.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
+    with reading(folder / "model.json", "Restore it, or train the run again."):
+        likelihood.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
     return model.to(device), likelihood.to(device)
 
 

@@ -1,6 +1,7 @@
 """What `fit` trains: one network, or all particles of a posterior. The loop treats both alike."""
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import TrainingError
+from bayestrain.errors import DecayWarning, TrainingError
 from bayestrain.infer import diagnose, imq
 from bayestrain.infer.method import MakeOptimizer, load_optimizer
 from bayestrain.nn import count_parameters, ranks
@@ -135,7 +136,8 @@ class Network:
         if self.posterior is not None:
             return self.posterior.compact_(tol, **options)
         self._forget()
-        return compact_(self.template, tol, optimizer=self.optimizer, **options)
+        with warnings.catch_warnings(action="ignore", category=DecayWarning):  # which came first of all, if at all
+            return compact_(self.template, tol, optimizer=self.optimizer, **options)
 
     def end_search(self) -> None:
         """Fix the ranks: lambda is removed, and the optimiser loses its moments."""

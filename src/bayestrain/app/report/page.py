@@ -12,9 +12,9 @@ from matplotlib.ticker import NullFormatter
 
 from bayestrain.app.report import figures
 from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
-from bayestrain.app.report.read import Run, load, read_run, reading
+from bayestrain.app.report.read import Run, load, read_run
 from bayestrain.errors import DataError
-from bayestrain.files import write_atomically
+from bayestrain.files import reading, write_atomically
 
 Runs = dict[str, Run]
 Section = dict[str, Any]

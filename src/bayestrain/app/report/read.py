@@ -2,18 +2,17 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from bayestrain.errors import DataError
+from bayestrain.files import check_files, reading
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -54,6 +53,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder; without ``result.json`` the run is unfinished and its history is enough for a page."""
+    check_files(folder)
     result, history = load(folder / "result.json"), _history(folder / "history.jsonl")
     finished, spectra, config = bool(result), load(folder / "spectra.json"), load(folder / "config.toml")
     predictions = _predictions(folder / "predictions.safetensors")
@@ -79,21 +79,6 @@ def read_run(folder: Path) -> Run:
         if any(len(ranks) != len(known["start_ranks"].get(name, ())) for name, ranks in known["ranks"].items()):
             raise ValueError("ranks and start_ranks do not fit each other")
     return Run(folder, finished, known, history, spectra, predictions, config)
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong with the content of `path` into an error that names it."""
-    try:
-        yield  # deep JSON raises RecursionError, and a huge integer OverflowError
-    except (
-        ArithmeticError, AttributeError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError
-    ) as error:  # fmt: skip
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(
-            f"{path} is damaged or was not written by bayestrain: {reason}. Restore it, or delete it to leave out what "
-            "it holds."
-        ) from error
 
 
 def load(path: Path) -> Json:
