@@ -1,11 +1,12 @@
 """Factorised weights and the layers that use them.
 
 A layer knows how to use a weight, and a weight how it is stored: `FactorizedWeight` holds the cores, the format and the
-layout, `TensorLinear` and `TensorConv2d` multiply by it, `tensorize_` puts them into a model.
+layout, a `TensorLayer` multiplies by it or looks up its rows, `tensorize_` puts them into a model.
 """
 
-from bayestrain.nn.conv import TensorConv2d
+from bayestrain.nn.conv import TensorConv1d, TensorConv2d, TensorConv3d, TensorConvTranspose2d
 from bayestrain.nn.convert import TensorizeConfig, tensorize_
+from bayestrain.nn.embedding import TensorEmbedding, TensorEmbeddingBag
 from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.layout import Layout
@@ -18,7 +19,12 @@ __all__ = [
     "Layout",
     "RankState",
     "Summary",
+    "TensorConv1d",
     "TensorConv2d",
+    "TensorConv3d",
+    "TensorConvTranspose2d",
+    "TensorEmbedding",
+    "TensorEmbeddingBag",
     "TensorLayer",
     "TensorLinear",
     "TensorizeConfig",
