@@ -15,10 +15,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from bayestrain.io import load as load
     from bayestrain.io import save as save
     from bayestrain.nn import TensorConv1d as TensorConv1d
-    from bayestrain.nn import TensorConv1d as TensorConv1d
     from bayestrain.nn import TensorConv2d as TensorConv2d
-    from bayestrain.nn import TensorConv3d as TensorConv3d
-    from bayestrain.nn import TensorEmbedding as TensorEmbedding
     from bayestrain.nn import TensorConv3d as TensorConv3d
     from bayestrain.nn import TensorEmbedding as TensorEmbedding
     from bayestrain.nn import TensorizeConfig as TensorizeConfig
@@ -47,7 +44,7 @@ _PUBLIC = {
         "ranks",
         "summary",
         "tensorize_",
-    ),  # fmt: skip
+    ),
     "posterior": ("Posterior",),
     "prior": ("RankPrior",),
     "train": ("fit",),

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
 from bayestrain.files import write_atomically
 from bayestrain.formats import get
-from bayestrain.nn.convert import TWINS, replace_layers
+from bayestrain.nn.convert import Place, find_places, install
 from bayestrain.nn.factorized import FactorizedWeight
-from bayestrain.nn.layer import TensorLayer, is_lazy
+from bayestrain.nn.layer import is_lazy
 from bayestrain.nn.layout import Layout
+from bayestrain.nn.parameters import HOLDER
 from bayestrain.nn.sizes import count_parameters, dense_parameters, layer_name
 from bayestrain.posterior import Classification, Joint, Likelihood, ParticleModel, Regression
 
@@ -180,14 +181,16 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
 
 def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Build all factorised weights, then put them in place."""
-    layers, built = dict(model.named_modules()), dict[Any, FactorizedWeight]()
+    modules, places = dict(model.named_modules()), list(find_places(model))
+    by_path = {place.path: place for place in places}
+    built = dict[FactorizedWeight, FactorizedWeight](), dict[Place, FactorizedWeight]()
     for path, about in description["weights"].items():
         name = layer_name(path)
-        layer = layers.get(name)
-        old: Any = layer.factorized if isinstance(layer, TensorLayer) else layer
-        factorized = isinstance(old, FactorizedWeight)
+        module = modules.get(path)
+        old = module if isinstance(module, FactorizedWeight) else None
+        place = by_path.get(f"{name}.weight") or by_path.get(f".{path}".replace(f".{HOLDER}.", ".").removeprefix("."))
         try:  # a format that no list names may be one of the user's
-            format = old.format if factorized and old.format.name == about["format"] else get(about["format"])
+            format = old.format if old and old.format.name == about["format"] else get(about["format"])
             equation = format.equation(about["layout"].sizes)
             if str(equation) != about["equation"]:
                 raise ShapeError(f"format {format.name!r} has the equation {equation}, not {about['equation']}.")
@@ -195,17 +198,21 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, ten
             weight = FactorizedWeight(format, about["layout"], cores)
         except (BayesTrainError, KeyError, TypeError, RuntimeError) as error:
             raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
-        shape = getattr(old if factorized else getattr(old, "weight", None), "shape", None)
-        if shape != weight.shape or not (factorized or (type(old) in TWINS and old is not model)):
+        shape = old.shape if old else place.shape() if place else None
+        if shape != weight.shape or (place and place.kind and place.module is model):
+            layer = modules.get(name)
             raise ConfigError(
                 f"The network given is not the one that was saved in {folder}: layer {name!r} is a "
-                f"{type(layer).__name__} with weight {shape and tuple(shape)}, and one of {weight.shape} was saved."
+                f"{type(layer).__name__} with weight {shape}, and one of {weight.shape} was saved."
             )
-        built[old] = weight.to(next(old.parameters()).device)
-    replace_layers(model, {old: TWINS[type(old)].of(old, new) for old, new in built.items() if type(old) in TWINS})
-    for old, new in built.items():
-        if isinstance(old, FactorizedWeight):
-            if (old.format, old.layout) != (new.format, new.layout):
-                new.requires_grad_(old.cores[0].requires_grad)
-                old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
-            old.set_cores(list(new.cores))
+        if old is not None:
+            built[0][old] = weight.to(old.cores[0].device)
+        elif place is not None:  # and whatever shares its weight
+            weight = weight.to(place.weight.device)
+            built[1].update({other: weight for other in places if other.weight is place.weight})
+    install(model, built[1])
+    for own, new in built[0].items():
+        if (own.format, own.layout) != (new.format, new.layout):
+            new.requires_grad_(own.cores[0].requires_grad)
+            own.format, own.layout, own.equation, own.cores = new.format, new.layout, new.equation, new.cores
+        own.set_cores(list(new.cores))

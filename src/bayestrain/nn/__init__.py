@@ -5,7 +5,6 @@ layout, a `TensorLayer` multiplies by it or looks up its rows, `tensorize_` puts
 """
 
 from bayestrain.nn.conv import TensorConv1d, TensorConv2d, TensorConv3d, TensorConvTranspose2d
-from bayestrain.nn.convert import TensorizeConfig, tensorize_
 from bayestrain.nn.embedding import TensorEmbedding, TensorEmbeddingBag
 from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import TensorLayer
@@ -13,6 +12,7 @@ from bayestrain.nn.layout import Layout
 from bayestrain.nn.linear import TensorLinear
 from bayestrain.nn.overview import Summary, summary
 from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights, ranks
+from bayestrain.nn.tensorize import TensorizeConfig, tensorize_
 
 __all__ = [
     "FactorizedWeight",
