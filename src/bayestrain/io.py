@@ -188,7 +188,9 @@ def _rebuild(folder: Path, description: Mapping[str, Any], model: nn.Module, ten
         name = layer_name(path)
         module = modules.get(path)
         old = module if isinstance(module, FactorizedWeight) else None
-        place = by_path.get(f"{name}.weight") or by_path.get(f".{path}".replace(f".{HOLDER}.", ".").removeprefix("."))
+        place = by_path.get(f"{name}.weight".removeprefix(".")) or by_path.get(
+            f".{path}".replace(f".{HOLDER}.", ".").removeprefix(".")
+        )
         try:  # a format that no list names may be one of the user's
             format = old.format if old and old.format.name == about["format"] else get(about["format"])
             equation = format.equation(about["layout"].sizes)
