@@ -208,7 +208,7 @@ def test_subclasses_are_kept_and_listed() -> None:
     model = nn.Sequential(nn.Linear(24, 20), Mine(20, 30))
     report = bt.tensorize_(model)
     assert list(bt.ranks(model)) == ["0"]
-    assert report.kept == (("1.weight", "Mine", "Mine is a subclass whose users may rely on .weight", 600),)
+    assert report.kept == (("1.weight", "Mine", "a subclass, whose users may rely on .weight", 600),)
     bt.tensorize_(model, include="1.weight")  # its class stays
     assert isinstance(model[1], Mine)
     assert list(bt.ranks(model)) == ["0", "1.factorized.weight"]
@@ -374,6 +374,7 @@ def test_defaults_convert_what_holds_parameters_and_name_the_rest() -> None:
         ({"include": "attention*"}, ["attention.out_proj", "attention.factorized.in_proj_weight"]),
         ({"include": "*", "exclude": ["rnn", "attention", "*.out_proj", "head", "tokens"]}, ["conv"]),
         ({"include": ["positions", "cell.weight_hh"]}, ["positions", "cell.factorized.weight_hh"]),
+        ({"include": "cell.weight_?h"}, ["cell.factorized.weight_ih", "cell.factorized.weight_hh"]),
         ({"include": ["bias", "depthwise"]}, ["depthwise.factorized.weight", "factorized.bias"]),
     ],
 )

@@ -20,7 +20,6 @@ import bayestrain as bt
 from bayestrain.formats import FORMATS, Format
 from bayestrain.nn import factorized_weights
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 

@@ -23,7 +23,7 @@ class Chain(NamedTuple):
     stages: tuple[int, ...]
     """For every core the kernel it is part of: 0 (inputs), 1 (taps) or 2 (outputs)."""
     through: Labels
-    """Bonds that join the first and the last kernel: in the one between, each of their indices is a group."""
+    """Bonds that all three kernels share: in the one with the taps, each of their indices is a group."""
     before: Labels
     behind: Labels
     """The other bonds on either side of the taps."""
@@ -50,6 +50,8 @@ def chains(network: tuple[Shaped, ...], axes: tuple[Labels, ...]) -> tuple[Chain
             own: list[set[str]] = [set(), set(), set()]
             for (labels, _), stage in zip(network, stages, strict=True):
                 own[stage].update(label for label in labels if label not in modes)
+            if not own[0] & own[2] <= own[1]:
+                continue  # a bond past the taps: groups of kernels that are all the same
             cut = own[0] & own[2], (own[0] & own[1]) - own[2], (own[1] & own[2]) - own[0]
             through, before, behind = (tuple(label for label in size if label in labels) for labels in cut)
             groups = math.prod(size[label] for label in through)
@@ -97,15 +99,8 @@ def kernels(weight: FactorizedWeight, chain: Chain) -> list[Tensor]:
     if first:
         kernel = algebra.contract(first, (*chain.through, *chain.before, *ins))
         found.append(kernel.reshape(a, padded[1])[:, : axes[1]].reshape(a, axes[1], *ones))
-    sizes = {label: n for core, labels in first for label, n in zip(labels, core.shape, strict=True)}
-    have = {label for _, labels in middle for label in labels}
-    own = tuple(label for label in chain.through if label in have)
     ends = *(chain.behind if last else outs), *(chain.before if first else ins)
-    kernel = algebra.contract(middle, (*own, *ends, *(label for labels in taps for label in labels)))
-    if chain.through:  # a bond that this kernel does not have is the same in every group
-        rest = kernel.shape[len(own) :]
-        kernel = kernel.reshape(*(sizes[x] if x in have else 1 for x in chain.through), *rest)
-        kernel = kernel.expand(*(sizes[x] for x in chain.through), *rest)
+    kernel = algebra.contract(middle, (*chain.through, *ends, *(label for labels in taps for label in labels)))
     kernel = kernel.reshape(b, a // chain.groups, *padded[2:])
     limits = None if last else axes[0], None if first else axes[1], *axes[2:]
     kernel = kernel[tuple(map(slice, limits))]

@@ -102,7 +102,7 @@ def find_places(model: nn.Module) -> Iterator[Place]:
         else:
             reason = f"no factorised layer stands for {kind.__name__}"
             if isinstance(module, tuple(TWINS)):
-                reason = f"{kind.__name__} is a subclass whose users may rely on .weight"
+                reason = "a subclass, whose users may rely on .weight"
             elif isinstance(module, nn.RNNCellBase):
                 reason = "its weights would be made whole at every time step"
             known = getattr(kind, "dense_kind", kind) in BY_PARAMETER

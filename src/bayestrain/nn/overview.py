@@ -16,7 +16,7 @@ from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights
 from bayestrain.tables import text_table, times
 
-NAMES = 3
+NAMES = 2
 """So many names of layers that stay dense for one reason are printed."""
 
 SLOWER = 1.05

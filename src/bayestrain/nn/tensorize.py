@@ -85,8 +85,9 @@ def tensorize_(
         config: format, ranks, start and modes; `TensorizeConfig()` if left out.
         filter_fn: ``filter_fn(module, name) -> bool`` picks among the layers that would be converted.
         include: names or patterns (``"encoder.*.fc?"``) of the only layers to convert; "all-linear" stands for all
-            linear ones. A full name converts also what stays dense by default: ``"module.parameter"`` names any
-            parameter of two axes or more.
+            linear ones. A full name converts also what stays dense by default. So does a pattern that fits
+            ``"module.parameter"`` and not the module alone, such as ``"*.experts.*"``: any parameter of two axes or
+            more can be factorised.
         exclude: names or patterns of layers that stay dense.
 
     Returns:
@@ -100,6 +101,10 @@ def tensorize_(
     named = set(places) if names is None else _matched("include", names, places)
     excluded = _matched("exclude", [exclude] if isinstance(exclude, str) else exclude, places)
     chosen = {place for place in places if {place.layer, place.path} & set(names or ())}
+    asked = chosen | {
+        place for place in places for name in names or ()
+        if fnmatchcase(place.path, name) and not fnmatchcase(place.layer, name)
+    }  # fmt: skip
     if filter_fn is not None:
         chosen |= {place for place in places if place.kind in (TensorLinear, TensorConv2d)}
     wanted, kept = list[Place](), dict[Place, str]()
@@ -108,7 +113,7 @@ def tensorize_(
             kept[place] = "excluded"
         elif place not in named:
             kept[place] = "not included"
-        elif place.reason and place not in chosen:
+        elif place.reason and place not in asked:
             kept[place] = place.reason
         elif filter_fn is not None and not filter_fn(place.module, place.layer):
             kept[place] = "filter_fn returned False"
