@@ -14,7 +14,10 @@ if TYPE_CHECKING:  # for type checkers and editors
     from bayestrain.compact import compact_ as compact_
     from bayestrain.io import load as load
     from bayestrain.io import save as save
+    from bayestrain.nn import TensorConv1d as TensorConv1d
     from bayestrain.nn import TensorConv2d as TensorConv2d
+    from bayestrain.nn import TensorConv3d as TensorConv3d
+    from bayestrain.nn import TensorEmbedding as TensorEmbedding
     from bayestrain.nn import TensorizeConfig as TensorizeConfig
     from bayestrain.nn import TensorLinear as TensorLinear
     from bayestrain.nn import count_parameters as count_parameters
@@ -30,7 +33,18 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "compact": ("compact_",),
     "io": ("load", "save"),
-    "nn": ("TensorConv2d", "TensorLinear", "TensorizeConfig", "count_parameters", "ranks", "summary", "tensorize_"),
+    "nn": (
+        "TensorConv1d",
+        "TensorConv2d",
+        "TensorConv3d",
+        "TensorEmbedding",
+        "TensorLinear",
+        "TensorizeConfig",
+        "count_parameters",
+        "ranks",
+        "summary",
+        "tensorize_",
+    ),
     "posterior": ("Posterior",),
     "prior": ("RankPrior",),
     "train": ("fit",),

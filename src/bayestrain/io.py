@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
 from bayestrain.files import checksum, reading, write_atomically
 from bayestrain.formats import get
-from bayestrain.nn.convert import TWINS, replace_layers
+from bayestrain.nn.convert import Place, find_places, install
 from bayestrain.nn.factorized import FactorizedWeight
-from bayestrain.nn.layer import TensorLayer, is_lazy
+from bayestrain.nn.layer import is_lazy
 from bayestrain.nn.layout import Layout
+from bayestrain.nn.parameters import HOLDER
 from bayestrain.nn.sizes import count_parameters, dense_parameters, layer_name
 from bayestrain.posterior import Classification, Joint, Likelihood, ParticleModel, Regression
 
@@ -171,7 +172,7 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
     """Put factorised weights in place where the description has them, then give all tensors the values of the file."""
     if lazy := [name for name, layer in module.named_modules() if is_lazy(layer)]:
         raise ConfigError(f"The network given has lazy layers: {', '.join(lazy)}. Run one batch through it first.")
-    built, own = _built(folder, description, module, tensors)
+    weights, places, own = _built(folder, description, module, tensors)
     wrong = f"The tensors in {folder} are not those of the network given"
     if odd := own.keys() ^ tensors.keys():
         raise DataError(f"{wrong}: these are not in both: {', '.join(sorted(odd))}.")
@@ -180,29 +181,32 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
         if (tensor.shape, tensor.is_floating_point()) != (found.shape, found.is_floating_point()):
             needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
             raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
-    replace_layers(module, {old: TWINS[type(old)].of(old, new) for old, new in built.items() if type(old) in TWINS})
-    for old, new in built.items():
-        if isinstance(old, FactorizedWeight):
-            if (old.format, old.layout) != (new.format, new.layout):
-                new.requires_grad_(old.cores[0].requires_grad)
-                old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
-            old.set_cores(list(new.cores))
+    install(module, places)
+    for old, new in weights.items():
+        if (old.format, old.layout) != (new.format, new.layout):
+            new.requires_grad_(old.cores[0].requires_grad)
+            old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
+        old.set_cores(list(new.cores))
     for name, tensor in _tensors(module).items():
         tensor.data = tensors[name].to(tensor.device, copy=True)
 
 
 def _built(
     folder: Path, description: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, Tensor]
-) -> tuple[dict[Any, FactorizedWeight], dict[str, Tensor]]:
-    """All factorised weights, by what they will replace, and the tensors that the model will have then."""
-    layers, built, own = dict(model.named_modules()), dict[Any, FactorizedWeight](), _tensors(model)
+) -> tuple[dict[FactorizedWeight, FactorizedWeight], dict[Place, FactorizedWeight], dict[str, Tensor]]:
+    """All factorised weights, by the weights and the places they are for, and the tensors the model will have then."""
+    modules, places, own = dict(model.named_modules()), list(find_places(model)), _tensors(model)
+    by_path = {place.path: place for place in places}
+    weights, placed = dict[FactorizedWeight, FactorizedWeight](), dict[Place, FactorizedWeight]()
     for path, about in description["weights"].items():
         name = layer_name(path)
-        layer = layers.get(name)
-        old: Any = layer.factorized if isinstance(layer, TensorLayer) else layer
-        factorized = isinstance(old, FactorizedWeight)
+        module = modules.get(path)
+        old = module if isinstance(module, FactorizedWeight) else None
+        place = by_path.get(f"{name}.weight".removeprefix(".")) or by_path.get(
+            f".{path}".replace(f".{HOLDER}.", ".").removeprefix(".")
+        )
         try:  # a format that no list names may be one of the user's
-            format = old.format if factorized and old.format.name == about["format"] else get(about["format"])
+            format = old.format if old and old.format.name == about["format"] else get(about["format"])
             equation = format.equation(about["layout"].sizes)
             if str(equation) != about["equation"]:
                 raise ShapeError(f"format {format.name!r} has the equation {equation}, not {about['equation']}.")
@@ -210,14 +214,20 @@ def _built(
             weight = FactorizedWeight(format, about["layout"], [tensors[name] for name in names])
         except (BayesTrainError, KeyError, TypeError, RuntimeError) as error:
             raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
-        shape = getattr(old if factorized else getattr(old, "weight", None), "shape", None)
-        if shape != weight.shape or not (factorized or (type(old) in TWINS and old is not model)):
+        shape = old.shape if old else place.shape() if place else None
+        if shape != weight.shape or (place and place.kind and place.module is model):
+            layer = modules.get(name)
             raise ConfigError(
                 f"The network given is not the one that was saved in {folder}: layer {name!r} is a "
-                f"{type(layer).__name__} with weight {shape and tuple(shape)}, and one of {weight.shape} was saved."
+                f"{type(layer).__name__} with weight {shape}, and one of {weight.shape} was saved."
             )
-        built[old] = weight.to(next(old.parameters()).device)
-        gone = f"{path}.cores.".removeprefix(".") if factorized else f"{name}.weight"
-        own = {name: tensor for name, tensor in own.items() if not name.startswith(gone)}
+        if old is not None:
+            gone = tuple(f"{path}.cores.{k}".removeprefix(".") for k in range(len(old.cores)))
+            weights[old] = weight.to(old.cores[0].device)
+        elif place is not None:  # and whatever shares its weight
+            sharing = [other for other in places if other.weight is place.weight]
+            gone = tuple(other.path for other in sharing)
+            placed |= dict.fromkeys(sharing, weight.to(place.weight.device))
+        own = {name: tensor for name, tensor in own.items() if name not in gone}
         own |= dict(zip(names, weight.cores, strict=True))
-    return built, own
+    return weights, placed, own

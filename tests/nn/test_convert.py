@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import warnings
@@ -106,10 +107,14 @@ def test_the_report_prints_as_a_table() -> None:
         "layer  format     shape    modes             ranks         parameters    dense  times smaller",
         "-----  ---------  -------  ----------------  ------------  ----------  -------  -------------",
         "1      tt paired  625x784  5x5x5x5, 7x4x7x4  1 20 20 20 1      23,725  490,625           20.7",
-        "Kept dense: 3 (filter_fn returned False).",
+        "",
+        "stays dense  why                       names  number  parameters  share",
+        "-----------  ------------------------  -----  ------  ----------  -----",
+        "Linear       filter_fn returned False  3           1       6,260   1.3%",
+        "",
         "29,985 parameters, 16.6 times fewer than the dense 496,885.",
     ]
-    assert report.kept == (("3", "filter_fn returned False"),)
+    assert report.kept == (("3", "Linear", "filter_fn returned False", 6260),)
     kept = model[3]
     assert type(kept) is nn.Linear
 
@@ -197,18 +202,16 @@ def test_hooks_on_the_state_dict_are_refused() -> None:
 
 
 def test_subclasses_are_kept_and_listed() -> None:
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    projection = model.self_attn.out_proj
-    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=3))
-    assert model.self_attn.out_proj is projection
-    assert list(bt.ranks(model)) == ["linear1", "linear2"]
-    assert report.kept == (
-        ("self_attn.out_proj", "NonDynamicallyQuantizableLinear is a subclass whose users may rely on .weight"),
-    )
-    x = torch.randn(2, 5, 16)
-    slow = model(x)
-    with torch.no_grad():
-        assert_close(model.eval()(x), slow, rtol=1e-4, atol=1e-5)  # PyTorch's fast path reads linear1.weight
+    class Mine(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(24, 20), Mine(20, 30))
+    report = bt.tensorize_(model)
+    assert list(bt.ranks(model)) == ["0"]
+    assert report.kept == (("1.weight", "Mine", "a subclass, whose users may rely on .weight", 600),)
+    bt.tensorize_(model, include="1.weight")  # its class stays
+    assert isinstance(model[1], Mine)
+    assert list(bt.ranks(model)) == ["0", "1.factorized.weight"]
 
 
 @pytest.mark.parametrize("init", ["he", "svd"])
@@ -244,7 +247,7 @@ def test_svd_with_full_ranks_computes_the_same(build: Any) -> None:
     model = build().to(torch.float64).eval()
     x = torch.randn(3, 24, dtype=torch.float64) if build is mlp else torch.randn(3, 4, 8, 8, dtype=torch.float64)
     expected = model(x)
-    bt.tensorize_(model, bt.TensorizeConfig(max_rank=10_000, init="svd"))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=10_000, init="svd"), lambda *_: True)
     assert bt.ranks(model)
     assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
 
@@ -289,11 +292,97 @@ def test_random_starts_have_their_target_variance(init: str, max_rank: int) -> N
         assert abs(float(weight.square().mean()) / target - 1) < 0.1, name
 
 
-def test_layers_that_start_larger_than_dense_are_named() -> None:
-    model = nn.Sequential(nn.Linear(16, 50), nn.Linear(784, 625))
-    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=20))
-    assert "Larger than dense at these ranks: 0." in str(report)
-    assert "Larger" not in str(bt.tensorize_(nn.Sequential(nn.Linear(784, 625))))
+@pytest.mark.parametrize("max_rank", [20, 10_000])
+def test_layers_that_would_grow_start_at_lower_ranks_or_stay_dense(max_rank: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(5, 2), nn.Linear(784, 625))
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=max_rank))
+    first, last = report.rows
+    assert first.parameters < first.dense_parameters < 1.2 * first.parameters
+    assert last.parameters < last.dense_parameters
+    assert last.ranks == (1, 20, 20, 20, 1) or max_rank > 20
+    assert report.kept == (("1", "Linear", "too small to become smaller", 12),)
+    assert "grown" not in str(report)
+
+
+def test_a_chosen_layer_may_grow_and_the_report_says_so() -> None:
+    for how in ({"include": "0"}, {"filter_fn": lambda *_: True}):
+        model = nn.Sequential(nn.Linear(64, 64))
+        report = bt.tensorize_(model, **how)
+        assert "The model has grown, from 4,160 parameters to" in str(report)
+        assert "Larger than dense at these ranks: 0." in str(report)
+
+
+def test_decompositions_that_would_grow_stay_dense() -> None:
+    model = nn.Sequential(nn.Linear(24, 20), nn.Linear(24, 20))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.outer(torch.arange(20.0), torch.arange(24.0)))
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=100, init="svd"))
+    assert list(bt.ranks(model)) == ["1"]
+    assert re.match(r"would grow to [0-9]+ parameters", report.kept[0].reason)
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A little of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 32), nn.Embedding(40, 32)
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+        self.depthwise = nn.Conv1d(32, 32, 3, padding=1, groups=32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.norm, self.rnn, self.cell = nn.LayerNorm(32), nn.GRU(32, 32, batch_first=True), nn.LSTMCell(32, 32)
+        self.bias = nn.Parameter(torch.randn(3, 32))
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        x = self.tokens(index) + self.positions(torch.arange(index.shape[1]))
+        x = x + self.depthwise(self.conv(x.mT)).mT
+        x = self.rnn(self.attention(x, x, x)[0])[0]
+        return self.head(self.norm(x[:, 0] + self.cell(x[:, -1])[0] + self.bias[0]))  # type: ignore[no-any-return]
+
+
+def test_defaults_convert_what_holds_parameters_and_name_the_rest() -> None:
+    model = Blocks()
+    report = bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
+    assert list(bt.ranks(model)) == [
+        "tokens", "conv", "attention.out_proj", "attention.factorized.in_proj_weight", "rnn.factorized.weight_ih_l0",
+        "rnn.factorized.weight_hh_l0",
+    ]  # fmt: skip
+    why = {row.name: row.reason for row in report.kept}
+    assert why == {
+        "bias": "no factorised layer stands for Blocks",
+        "positions": "a table of positions",
+        "depthwise.weight": "grouped: the kernel is small",
+        "cell.weight_ih": "its weights would be made whole at every time step",
+        "cell.weight_hh": "its weights would be made whole at every time step",
+        "norm": "only vectors",
+    }
+    assert model.head.factorized is model.tokens.factorized
+    model(torch.randint(0, 50, (2, 7))).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"include": "all-linear", "exclude": "head"}, ["attention.out_proj"]),
+        ({"include": ["conv", "rnn*"]}, ["conv", "rnn.factorized.weight_ih_l0", "rnn.factorized.weight_hh_l0"]),
+        ({"include": "attention*"}, ["attention.out_proj", "attention.factorized.in_proj_weight"]),
+        ({"include": "*", "exclude": ["rnn", "attention", "*.out_proj", "head", "tokens"]}, ["conv"]),
+        ({"include": ["positions", "cell.weight_hh"]}, ["positions", "cell.factorized.weight_hh"]),
+        ({"include": "cell.weight_?h"}, ["cell.factorized.weight_ih", "cell.factorized.weight_hh"]),
+        ({"include": ["bias", "depthwise"]}, ["depthwise.factorized.weight", "factorized.bias"]),
+    ],
+)
+def test_names_and_patterns(arguments: dict[str, Any], expected: list[str]) -> None:
+    model, index = Blocks(), torch.randint(0, 50, (2, 7))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=3), **arguments)
+    assert list(bt.ranks(model)) == expected
+    assert model(index).shape == (2, 50)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -328,7 +417,7 @@ def quantised() -> nn.Module:
     return model[0]
 
 
-NOT_PLAIN = "it is quantised or its weight is not a plain floating point parameter. Leave it dense with filter_fn="
+NOT_PLAIN = "it is quantised or its weight is not a plain floating point parameter. Leave it dense with exclude='1'."
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a NaN": (lambda: with_value(math.nan, "weight"), "its weight has NaN or infinite entries. Repair or"),
     "infinite": (lambda: with_value(math.inf, "bias"), "its bias has NaN or infinite entries. Repair or"),
@@ -345,8 +434,18 @@ def test_a_layer_that_cannot_be_factorised_is_refused_unless_it_is_left_out(kind
     with unchanged(model), pytest.raises(ConversionError) as error:
         bt.tensorize_(model)
     assert str(error.value).startswith(f"Cannot convert '1' ({type(model[1]).__name__}): {why}")
-    bt.tensorize_(model, filter_fn=lambda _, name: name != "1")
+    bt.tensorize_(model, exclude="1")
     assert list(bt.ranks(model)) == ["0"]
+
+
+def test_every_obstacle_is_named_at_once() -> None:
+    model = nn.Sequential(nn.Linear(24, 20), nn.LazyLinear(6), with_value(math.nan, "weight"))
+    with unchanged(model), pytest.raises(ConversionError) as error:
+        bt.tensorize_(model)
+    first, lazy, broken = str(error.value).splitlines()
+    assert first == "2 layers cannot be converted, so nothing was:"
+    assert lazy.startswith("'1' (LazyLinear): it is lazy")
+    assert broken.startswith("'2' (Linear): its weight has NaN")
 
 
 def test_what_was_lazy_or_pruned_is_converted() -> None:
@@ -361,7 +460,41 @@ def test_a_parametrised_module_is_a_subclass() -> None:
     model = mlp()
     parametrizations.orthogonal(model[0])
     report = bt.tensorize_(model)
-    assert report.kept == (("0", "ParametrizedLinear is a subclass whose users may rely on .weight"),)
+    assert [row.name for row in report.rows] == ["2"]
+    assert {row.name for row in report.kept} == {"0", "0.parametrizations.weight.original"}
+
+
+@pytest.mark.parametrize("first", [lambda: nn.Embedding(24, 24), lambda: nn.Linear(24, 24, bias=False)])
+def test_layers_that_share_a_weight_share_the_factorised_one(first: Callable[[], nn.Module]) -> None:
+    model = tied("weight", first()).double()
+    expected = model[1].weight.detach().clone()
+    dense = bt.count_parameters(model)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=24, init="svd"), include=["1", "2"])
+    assert model[1].factorized is model[2].factorized
+    assert_close(model[1].weight, expected)
+    assert_close(model[2].weight, expected)
+    found = bt.summary(model)
+    assert [row.name for row in found.rows] == ["1"]
+    assert found.dense_parameters == dense
+    copied = copy.deepcopy(model)
+    assert copied[1].factorized is copied[2].factorized
+    bt.compact_(model, tol=0.5)
+    assert model[1].ranks == model[2].ranks
+    copied.load_state_dict(model.state_dict())
+    assert_close(copied[2].weight, model[1].weight)
+
+
+def test_a_shared_bias_stays_shared() -> None:
+    model = tied("bias", nn.Linear(24, 24))
+    bt.tensorize_(model)
+    assert model[1].bias is model[2].bias
+
+
+def test_a_weight_shared_with_what_stays_dense_stays_dense() -> None:
+    model = tied("weight", nn.Bilinear(24, 1, 24))
+    report = bt.tensorize_(model)
+    assert list(bt.ranks(model)) == ["0"]
+    assert "its weight is shared with 1.weight, not converted" in {row.reason for row in report.kept}
 
 
 def tied(key: str, first: nn.Module) -> nn.Module:
@@ -381,7 +514,7 @@ def modes(*given: Any, layer: str = "2", init: str = "he") -> dict[str, Any]:
 
 
 NOTE = "\nThis happened at layer {!r} of the model; nothing was converted."
-NOTHING = "tensorize_ looks for nn.Linear and nn.Conv2d and found nothing to convert: "
+NOTHING = "tensorize_ found nothing to convert: "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
     "a filter for the config": (mlp, {"config": lambda *_: True}, ConfigError, "config must be a TensorizeConfig"),
     "a filter that fails": (mlp, {"filter_fn": lambda _, name: {"0": True}[name]}, KeyError, "'2'"),
@@ -398,14 +531,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
                           "modes names layers that are not converted: ['7']. Converted are ['0', '2']."),
     "all filtered out": (mlp, {"filter_fn": lambda *_: False}, ConversionError,
                          NOTHING + "0 stays dense (filter_fn returned False); 2 stays dense ("),
-    "no layer": (lambda: nn.Sequential(nn.Conv1d(3, 3, 3)), {}, ConversionError, NOTHING + "this model has none."),
-    "tensorised before": (tensorised, {}, ConversionError, NOTHING + "this model has none."),
-    "groups": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=2)), {}, ConversionError,
-               "groups must be 1, got groups=2. A grouped kernel is small: leave it dense." + NOTE.format("1")),
-    "a shared weight": (lambda: tied("weight", nn.Embedding(24, 24)), {}, ConversionError,
-                        "Cannot convert '2' (Linear): its weight is shared with ['1']."),
-    "a shared bias": (lambda: tied("bias", nn.Linear(24, 24)), {}, ConversionError,
-                      "Cannot convert '1' (Linear): its bias is shared with ['2']."),
+    "no layer": (lambda: nn.Sequential(nn.LayerNorm(3)), {}, ConversionError, NOTHING + "this model has no dense"),
+    "tensorised before": (tensorised, {}, ConversionError, NOTHING + "this model has no dense layer."),
+    "a part of a shared weight": (lambda: tied("weight", nn.Embedding(24, 24)), {"include": "2"}, ConversionError,
+                                  "Cannot convert '2' (Linear): its weight is shared with 1.weight, not converted."),
+    "a pattern that matches nothing": (mlp, {"include": "head*"}, ConfigError,
+                                       "include has 'head*', which matches none of the layers: 0, 2."),
+    "an exclusion that matches nothing": (mlp, {"exclude": ["0", "head"]}, ConfigError, "exclude has 'head', which"),
+    "nothing but small layers": (lambda: nn.Sequential(nn.Linear(3, 1)), {}, ConversionError,
+                                 NOTHING + "0 stays dense (too small to become smaller)."),
     "the model itself": (lambda: nn.Linear(24, 20), {}, ConversionError,
                          "Cannot convert '' (Linear): the model itself cannot be replaced in place. Wrap it in "),
 }  # fmt: skip

@@ -21,7 +21,19 @@ from torch.testing import assert_close
 
 from bayestrain.errors import ConfigError, ConversionError, ShapeError
 from bayestrain.formats import FORMATS, Format
-from bayestrain.nn import TensorConv2d, TensorLayer, TensorLinear, count_parameters
+from bayestrain.nn import (
+    TensorConv1d,
+    TensorConv2d,
+    TensorConv3d,
+    TensorConvTranspose2d,
+    TensorEmbedding,
+    TensorEmbeddingBag,
+    TensorLayer,
+    TensorLinear,
+    chains,
+    count_parameters,
+)
+from bayestrain.nn.conv import TensorConv
 from bayestrain.nn.layout import LAYOUTS
 
 LINEAR = {
@@ -47,18 +59,40 @@ CONV = {
     "1x1": {"in_channels": 9, "out_channels": 4, "kernel_size": 1},
 }  # fmt: skip
 
+TRANSPOSED = {
+    "transposed, strided": {"in_channels": 6, "out_channels": 4, "kernel_size": (3, 2), "stride": 2, "padding": 1,
+                            "output_padding": 1},
+    "transposed, padded modes": {"in_channels": 17, "out_channels": 5, "kernel_size": 3, "dilation": 2, "bias": False},
+}  # fmt: skip
+TABLES = {
+    "two modes": {"num_embeddings": 20, "embedding_dim": 6, "out_modes": (5, 4), "in_modes": (3, 2)},
+    "padded": {"num_embeddings": 97, "embedding_dim": 7, "padding_idx": 3},
+    "more indices than rows": {"num_embeddings": 4, "embedding_dim": 12},
+}
+
 Case = tuple[type[TensorLayer], dict[str, Any], tuple[int, ...]]
 CASES: dict[str, Case] = {
     **{f"linear, {name}": (TensorLinear, settings, (settings["in_features"],)) for name, settings in LINEAR.items()},
     **{f"conv, {name}": (TensorConv2d, settings, (settings["in_channels"], 7, 6)) for name, settings in CONV.items()},
-}
+    **{name: (TensorConvTranspose2d, own, (own["in_channels"], 4, 5)) for name, own in TRANSPOSED.items()},
+    **{f"table, {name}": (TensorEmbedding, settings, (2,)) for name, settings in TABLES.items()},
+    "bag, padded": (TensorEmbeddingBag, {**TABLES["padded"], "mode": "mean"}, (4,)),
+    "conv 1d, strided": (TensorConv1d, {"in_channels": 6, "out_channels": 8, "kernel_size": 3, "stride": 2}, (6, 9)),
+    "conv 3d": (TensorConv3d, {"in_channels": 4, "out_channels": 17, "kernel_size": (2, 1, 3), "padding": (1, 0, 2),
+                               "padding_mode": "circular"}, (4, 3, 4, 5)),
+}  # fmt: skip
 EVERY = [
     pytest.param(case, format, layout, id=f"{format.name}, {layout}, {name}")
     for (name, case), format, layout in itertools.product(CASES.items(), (*FORMATS, *MINIMAL), LAYOUTS)
 ]
 FEW = [
-    param for param in EVERY if param.values[1] in FORMATS and any(x in str(param.id) for x in ("two modes", "strided"))
+    param
+    for param in EVERY
+    if param.values[1] in FORMATS and any(x in str(param.id) for x in ("two modes", "strided", "bag"))
 ]
+
+NO_BAGS = [param for param in FEW if "bag" not in str(param.id)]
+"""PyTorch's own bags neither run in vmap, nor export with a dynamic batch and padding."""
 
 
 def build(case: Case, format: Format, layout: str, seed: int = 0, **options: Any) -> tuple[Any, Tensor]:
@@ -67,7 +101,14 @@ def build(case: Case, format: Format, layout: str, seed: int = 0, **options: Any
     kind, settings, event = case
     options = {"max_rank": 2, "dtype": torch.float64, **options}
     layer = kind(**settings, format=format, layout=layout, **options)
-    return layer, torch.randn(3, *event, dtype=options["dtype"])
+    return layer, inputs(layer, (3, *event), options["dtype"])
+
+
+def inputs(layer: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random inputs: indices for a table, numbers for other layers."""
+    if isinstance(layer, TensorEmbedding):
+        return torch.randint(0, layer.num_embeddings, shape)
+    return torch.randn(shape, dtype=dtype)
 
 
 def slow_weight(layer: TensorLayer, cores: list[np.ndarray]) -> np.ndarray:
@@ -101,7 +142,11 @@ def slow_weight(layer: TensorLayer, cores: list[np.ndarray]) -> np.ndarray:
 def test_the_weight_follows_the_definitions(case: Case, format: Format, layout: str) -> None:
     layer, _ = build(case, format, layout)
     expected = slow_weight(layer, [core.detach().numpy() for core in layer.cores])
-    assert_close(layer.weight.detach().numpy(), expected)
+    found = layer.factorized.dense().detach()
+    assert_close(found.numpy(), expected)
+    if (row := getattr(layer, "padding_idx", None)) is not None:
+        found[row] = 0.0
+    assert_close(layer.oriented(found), layer.weight.detach())
     assert layer.weight.shape == layer.to_dense().weight.shape
 
 
@@ -110,28 +155,39 @@ def test_values_and_gradients_are_those_of_the_dense_twin(case: Case, format: Fo
     layer, x = build(case, format, layout)
     twin = layer.to_dense()
     cotangent = torch.randn_like(twin(x))
-    leaves = {"x": x.clone().requires_grad_()} | dict(layer.named_parameters())
-    y = layer(leaves["x"])
+    leaves = {"x": x.clone().requires_grad_()} if x.is_floating_point() else {}
+    leaves |= dict(layer.named_parameters())
+    y = layer(leaves.get("x", x))
     assert_close(y, twin(x))
+    with torch.no_grad():
+        assert_close(layer(x), y)
     found = torch.autograd.grad(y, list(leaves.values()), cotangent)
     dense = {"weight": layer.weight} | ({"bias": layer.bias} if layer.bias is not None else {})
-    expected = torch.autograd.grad(functional_call(twin, dense, leaves["x"]), list(leaves.values()), cotangent)
+    expected = torch.autograd.grad(functional_call(twin, dense, leaves.get("x", x)), list(leaves.values()), cotangent)
     for name, one, other in zip(leaves, found, expected, strict=True):
         assert_close(one, other, msg=lambda m, n=name: f"gradient of {n}: {m}")
 
 
 @pytest.mark.parametrize(("case", "format", "layout"), EVERY)
-def test_core_by_core_is_the_same_as_the_whole_weight(case: Case, format: Format, layout: str) -> None:
+def test_every_way_to_use_the_cores_is_the_same_as_the_whole_weight(case: Case, format: Format, layout: str) -> None:
     layer, x = build(case, format, layout)
     expected = layer.to_dense()(x)
     if isinstance(layer, TensorLinear):
         assert_close(layer.factorized.multiply(x), expected - (0 if layer.bias is None else layer.bias))
         assert_close(F.linear(x, layer.weight, layer.bias), expected)
+    elif isinstance(layer, TensorConv):
+        assert_close(layer.run(x, [layer.factorized.dense()]), expected)
+        for chain in every_chain(layer):
+            assert_close(
+                layer.run(x, chains.kernels(layer.factorized, chain), 0 in chain.stages, chain.groups), expected
+            )
     else:
-        assert_close(layer.run(x, [layer.weight]), expected)
-        if (cut := layer.factorized.cut()) is not None:
-            first, second = layer.factorized.halves(cut)
-            assert_close(layer.run(x, [first, second[:, :, None, None]]), expected)
+        index = torch.randint(0, layer.factorized.shape[0], (9,))
+        assert_close(layer.factorized.rows(index), layer.factorized.dense()[index])
+
+
+def every_chain(layer: TensorConv) -> tuple[chains.Chain, ...]:
+    return chains.chains(chains.network(layer.factorized), layer.factorized.layout.labels)
 
 
 @pytest.mark.parametrize(("case", "format", "layout"), EVERY)
@@ -139,6 +195,8 @@ def test_a_dense_layer_is_taken_over(case: Case, format: Format, layout: str) ->
     layer, x = build(case, format, layout)
     dense = layer.to_dense().eval()
     dense.weight.requires_grad_(False)
+    if (row := getattr(layer, "padding_idx", None)) is not None:
+        dense.weight[row] = layer.factorized.dense()[row].detach()  # zeros there would cost ranks
     folding = layer.factorized.layout
     modes = {"in_modes": layer.in_modes, "out_modes": layer.out_modes} if folding.name == layout else {}
     again = type(layer).from_dense(dense, format=format, layout=layout, max_rank=2, **modes)
@@ -153,10 +211,13 @@ def test_a_dense_layer_is_taken_over(case: Case, format: Format, layout: str) ->
 def test_batch_shapes(case: Case, format: Format, layout: str) -> None:
     layer, x = build(case, format, layout)
     twin = layer.to_dense()
-    shapes = [(), (1,), (0,), (2, 3), (5, 1, 2)] if isinstance(layer, TensorLinear) else [(), (1,), (5,)]
-    for shape in shapes:
-        own = torch.randn(*shape, *x.shape[1:], dtype=x.dtype)
+    many = isinstance(layer, TensorLinear) or type(layer) is TensorEmbedding
+    one = [] if isinstance(layer, TensorEmbeddingBag) else [()]  # a single bag needs offsets
+    for shape in [*one, (1,), *([(0,), (2, 3), (5, 1, 2)] if many else [(5,)])]:
+        own = inputs(layer, (*shape, *x.shape[1:]))
         assert_close(layer(own), twin(own))
+    if isinstance(layer, TensorEmbedding):
+        return
     with pytest.raises(ShapeError, match="expects"):
         layer(torch.randn(3, x.shape[1] + 1, *x.shape[2:], dtype=x.dtype))
 
@@ -194,17 +255,18 @@ def test_dtypes_and_autocast(case: Case, format: Format, layout: str, dtype: tor
     expected = layer(x)
     tol = 1e-4 if dtype == torch.float32 else 0.1
     own = copy.deepcopy(layer).to(dtype)
-    assert own(x.to(dtype)).dtype == dtype
-    assert_close(own(x.to(dtype)).double(), expected, rtol=tol, atol=tol)
+    given = x.to(dtype) if x.is_floating_point() else x
+    assert own(given).dtype == dtype
+    assert_close(own(given).double(), expected, rtol=tol, atol=tol)
     single = copy.deepcopy(layer).float()
     with torch.autocast("cpu", torch.bfloat16):
-        y = single(x.float())
-        assert y.dtype == torch.bfloat16
+        y = single(x.float() if x.is_floating_point() else x)
+        assert y.dtype == (torch.bfloat16 if x.is_floating_point() else torch.float32)  # as PyTorch's layers do
         assert single.weight.dtype == torch.float32  # materialised in the precision of the cores
     assert_close(y.double(), expected, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+@pytest.mark.parametrize(("case", "format", "layout"), NO_BAGS)
 def test_many_networks_at_once(case: Case, format: Format, layout: str) -> None:
     layers = [build(case, format, layout, seed=seed)[0] for seed in range(3)]
     _, x = build(case, format, layout)
@@ -221,12 +283,12 @@ def test_many_networks_at_once(case: Case, format: Format, layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(("case", "format", "layout"), FEW)
+@pytest.mark.parametrize(("case", "format", "layout"), NO_BAGS)
 def test_it_is_exported_with_a_dynamic_batch(case: Case, format: Format, layout: str) -> None:
     layer, x = build(case, format, layout, dtype=torch.float32)
     batch = torch.export.Dim("batch", min=2, max=64)
     program = torch.export.export(layer.eval(), (x,), dynamic_shapes=({0: batch},))
-    other = torch.randn(7, *x.shape[1:])
+    other = inputs(layer, (7, *x.shape[1:]), torch.float32)
     assert_close(program.module()(other), layer(other))
     traced = torch.jit.trace(layer, x, check_trace=False)
     assert_close(traced(other), layer(other))

@@ -28,13 +28,17 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
 
 
-def contract(operands: Sequence[Operand], output: Labels) -> Tensor:
+def contract(operands: Sequence[Operand], output: Labels, assumed: Mapping[str, int] | None = None) -> Tensor:
     """The einsum of any number of operands and labels, pair by pair along a path that keeps intermediates small.
 
-    `torch.einsum` goes from left to right, may form the dense tensor and knows 52 labels.
+    `torch.einsum` goes from left to right, may form the dense tensor and knows 52 labels. The path must not depend on a
+    size that varies while the pass is traced: `assumed` has sizes to plan with in the place of such.
     """
-    work = list(operands)
-    shaped = tuple((labels, tuple(tensor.shape)) for tensor, labels in operands)
+    work, known = list(operands), assumed or {}
+    shaped = tuple(
+        (labels, tuple(known.get(x, size) for x, size in zip(labels, tensor.shape, strict=True)))
+        for tensor, labels in operands
+    )
     if torch._C._get_tracing_state() is not None:  # `torch.jit.trace` has tensors for sizes
         shaped = tuple((labels, tuple(map(int, shape))) for labels, shape in shaped)
     for i, j, kept in _steps(shaped, output):

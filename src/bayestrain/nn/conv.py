@@ -1,17 +1,18 @@
-"""`TensorConv2d`: a 2-d convolution with a factorised kernel."""
+"""Convolutions with a factorised kernel."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
 
 from bayestrain.formats import Format
 from bayestrain.formats.modes import check_modes
-from bayestrain.nn.factorized import Cut, FactorizedWeight
+from bayestrain.nn import chains
+from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import Modes, TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.precision import autocasts, own_precision
@@ -20,25 +21,25 @@ TWO_MODES_FROM = 16
 """Channel counts from this one on are split into two modes, smaller ones stay whole."""
 
 
-class TensorConv2d(TensorLayer):
-    """Drop-in for `nn.Conv2d` with ``groups=1``: ``TensorConv2d(in_channels, out_channels, kernel_size, ..)``.
+class TensorConv(TensorLayer):
+    """What all convolutions share.
 
-    The kernel, as ``(taps, inputs, outputs)``, is cut in two between inputs and outputs: ``A[t, C, r] B[r, S]`` is a
-    convolution with r filters, then a 1x1 convolution. It runs so where that takes fewer multiplications; otherwise the
-    kernel is materialised.
-
-    The keywords that say how the kernel is factorised are those of `TensorLayer`; "paired" and "split" are the same.
+    The weight runs as a whole kernel, or as a chain of two or three thin ones (`nn.chains`), whichever takes the fewest
+    multiplications.
     """
 
-    dense_kind = nn.Conv2d
-    settings = (
+    settings: ClassVar[tuple[str, ...]] = (
         "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"
     )  # fmt: skip
-    input_axis = -3
+    pointwise: ClassVar[Callable[..., Tensor]]
+    """PyTorch's function for a convolution of this many dimensions."""
     in_channels: int
     out_channels: int
-    kernel_size: tuple[int, int]
-    stride: tuple[int, int]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
+    padding_mode: str
 
     @staticmethod
     def fold(shape: Size, format: Format, layout: str, in_modes: Modes = None, out_modes: Modes = None) -> Layout:
@@ -56,32 +57,99 @@ class TensorConv2d(TensorLayer):
 
     def _become(self, dense: Any, weight: FactorizedWeight) -> None:
         super()._become(dense, weight)
-        self._reversed_padding_repeated_twice = dense._reversed_padding_repeated_twice  # `nn.Conv2d` pads with it
+        self._reversed_padding_repeated_twice = dense._reversed_padding_repeated_twice  # as PyTorch's layers pad
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """By the whole kernel, or two thin ones where these take fewer multiplications."""
-        cut, _ = self._cut()
-        if cut is None:
-            return self.run(x, [self.weight])
+    def multiply(self, x: Tensor, **options: Any) -> Tensor:
+        """By the whole kernel, or thin ones where these take fewer multiplications."""
+        chain, _ = self._chain()
         with own_precision(self.cores[0]):
-            first, second = self.factorized.halves(cut)
-        return self.run(x, [first, second[:, :, None, None]])
+            if chain is None:
+                return self.run(x, [self.factorized.dense()], **options)
+            thin = chains.kernels(self.factorized, chain)
+        return self.run(x, thin, 0 in chain.stages, chain.groups, **options)
 
-    def run(self, x: Tensor, kernels: Sequence[Tensor]) -> Tensor:
-        """Convolve with the whole kernel, or with the two of the two-step form."""
-        bias = self.bias if len(kernels) == 1 else None
-        x = nn.Conv2d._conv_forward(self, x, *_lowered(x, kernels[0], bias))  # type: ignore[arg-type]
-        return x if len(kernels) == 1 else F.conv2d(x, *_lowered(x, kernels[1], self.bias))
+    def run(self, x: Tensor, kernels: Sequence[Tensor], place: int = 0, groups: int = 1, **options: Any) -> Tensor:
+        """Convolve with these kernels, one after the other, of which that at `place` has the taps, and such groups."""
+        for k, kernel in enumerate(kernels):
+            weight, bias = _lowered(x, kernel, self.bias if k == len(kernels) - 1 else None)
+            if k == place:
+                x = self.convolve(x, weight, bias, groups, **options)
+            else:
+                x = type(self).pointwise(x, weight, bias)
+        return x
+
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        """Convolve with a kernel ``(outputs, inputs of a group, taps ..)``, padded and strided as this layer is."""
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+        return type(self).pointwise(x, kernel, bias, self.stride, padding, self.dilation, groups)
 
     def plan(self, x: Tensor) -> tuple[str, float]:  # noqa: ARG002
-        cut, operations = self._cut()
-        return "whole weight" if cut is None else "two convolutions", operations
+        chain, relative = self._chain()
+        kernels = len(set(chain.stages)) if chain else 1
+        return ("whole weight", "two convolutions", "three convolutions")[kernels - 1], relative
 
-    def _cut(self) -> tuple[Cut | None, float]:
-        """The cut between two thin kernels, if these take fewer multiplications, and how many relative to dense."""
-        cut, (outputs, *inputs) = self.factorized.cut(), self.factorized.shape
-        relative = math.inf if cut is None else cut[0] * (math.prod(inputs) + outputs) / self.factorized.dense_numel
-        return (cut, relative) if relative < 1 else (None, 1.0)
+    def _chain(self) -> tuple[chains.Chain | None, float]:
+        weight = self.factorized
+        return chains.cheapest(chains.network(weight), weight.layout.labels, weight.shape, self._positions())
+
+    def _positions(self) -> tuple[int, int]:
+        return math.prod(self.stride), 1  # the first kernel acts before the stride
+
+
+class TensorConv1d(TensorConv):
+    """Drop-in for `nn.Conv1d` with ``groups=1``; the keywords for its factorisation are those of `TensorLayer`."""
+
+    dense_kind, input_axis, pointwise = nn.Conv1d, -2, F.conv1d
+
+
+class TensorConv2d(TensorConv):
+    """Drop-in for `nn.Conv2d` with ``groups=1``: ``TensorConv2d(in_channels, out_channels, kernel_size, ..)``.
+
+    The keywords that say how the kernel is factorised are those of `TensorLayer`; "paired" and "split" are the same.
+    """
+
+    dense_kind, input_axis, pointwise = nn.Conv2d, -3, F.conv2d
+
+
+class TensorConv3d(TensorConv):
+    """Drop-in for `nn.Conv3d` with ``groups=1``; the keywords for its factorisation are those of `TensorLayer`."""
+
+    dense_kind, input_axis, pointwise = nn.Conv3d, -4, F.conv3d
+
+
+class TensorConvTranspose2d(TensorConv):
+    """Drop-in for `nn.ConvTranspose2d` with ``groups=1``; further keywords are those of `TensorLayer`."""
+
+    dense_kind, input_axis, pointwise = nn.ConvTranspose2d, -3, F.conv2d
+    settings = (*TensorConv.settings, "output_padding")
+    output_padding: tuple[int, ...]
+
+    @staticmethod
+    def oriented(weight: Tensor) -> Tensor:
+        return weight.transpose(0, 1)
+
+    @classmethod
+    def start(cls, dense: Any, init: str) -> str | float:
+        """With He's variance for the terms that an output is a sum of, which are fewer by the strides."""
+        inputs, _, *kernel = dense.weight.shape
+        return 2 * math.prod(dense.stride) / (inputs * math.prod(kernel)) if init == "he" else init
+
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        self.check(x)
+        if output_size is None:
+            return self.multiply(x)
+        own = (output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation)
+        return self.multiply(x, extra=nn.ConvTranspose2d._output_padding(self, x, *own))  # type: ignore[arg-type]
+
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, groups: int, extra: Any = None) -> Tensor:
+        kernel = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        extra = self.output_padding if extra is None else extra
+        return F.conv_transpose2d(x, kernel, bias, self.stride, self.padding, extra, groups, self.dilation)
+
+    def _positions(self) -> tuple[int, int]:
+        return 1, math.prod(self.stride)
 
 
 def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain, product
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -20,6 +20,9 @@ from bayestrain.nn.layout import Layout
 INITS = ("he", "paper")
 
 DEFAULT_RANK = 20
+
+MANY_ROWS = 1024
+"""For so many rows a look-up is planned, whatever their number."""
 
 GAMMA_SHAPE, GAMMA_RATE, FLOOR = 1.0, 5.0, 1e-3
 """The paper's Gamma prior on every lambda, and the smallest lambda of a bond relative to its largest."""
@@ -57,11 +60,6 @@ class RankState(nn.Module):
         self.start = tuple(self.start_ranks.tolist())
 
 
-Cut = tuple[int, Labels, tuple[bool, ...]]
-"""Where a network comes apart into two factors of a matrix product: the product of the ranks of the bonds between them,
-these bonds, and for each core whether it is part of the factor that reads the inputs."""
-
-
 class FactorizedWeight(nn.Module):
     """A weight as the cores of a low-rank format, which a layout folds into modes.
 
@@ -82,13 +80,14 @@ class FactorizedWeight(nn.Module):
 
     @classmethod
     def random(
-        cls, format: Format, layout: Layout, max_rank: int | Sequence[int], init: str = "he", **factory: Any
+        cls, format: Format, layout: Layout, max_rank: int | Sequence[int], init: str | float = "he", **factory: Any
     ) -> Self:
-        """Gaussian cores; the weight's entries have He's variance ``2 / fan_in``, or the paper's ``sqrt(2 / Q)``."""
-        check_choice("init", init, INITS)
-        variance = 2 / math.prod(layout.shape[1:]) if init == "he" else math.sqrt(2 / math.prod(layout.shape))
+        """Gaussian cores; variances of the weight are ``2 / fan_in`` ("he"), ``sqrt(2 / Q)`` ("paper") or `init`."""
+        if isinstance(init, str):
+            check_choice("init", init, INITS)
+            init = 2 / math.prod(layout.shape[1:]) if init == "he" else math.sqrt(2 / math.prod(layout.shape))
         equation, ranks = format.equation(layout.sizes), format.max_ranks(layout.sizes, max_rank)
-        return cls(format, layout, algebra.random_cores(equation, layout.sizes, ranks, variance, **factory))
+        return cls(format, layout, algebra.random_cores(equation, layout.sizes, ranks, init, **factory))
 
     @classmethod
     @torch.no_grad()
@@ -148,26 +147,22 @@ class FactorizedWeight(nn.Module):
         by_cores = algebra.plan((batch, *known), ("batch", *outs)).multiplications
         return by_cores, algebra.plan(known, outs + ins).multiplications + rows * self.dense_numel
 
-    def cut(self) -> Cut | None:
-        """The narrowest cut between inputs and outputs; None where a core has factors of both."""
-        reads = {label: axis > 0 for axis, labels in enumerate(self.layout.labels) for label in labels}
-        sides = [{reads[label] for label in labels if label in reads} for _, labels in self.operands()]
-        if any(len(side) == 2 for side in sides):
-            return None
-        ranks, found = dict(zip(self.equation.bonds, self.ranks, strict=True)), []
-        for chosen in product(*(tuple(side) or (False, True) for side in sides)):
-            bonds = tuple(b for b in ranks if len({chosen[k] for k in self.equation.owners(b)}) == 2)
-            found.append((math.prod([ranks[bond] for bond in bonds]), bonds, chosen))
-        return min(found)
-
-    def halves(self, cut: Cut) -> tuple[Tensor, Tensor]:
-        """The two factors, ``(width, inputs, ..)`` with the weight's other axes behind, and ``(outputs, width)``."""
-        (outputs, inputs, *rest), (outs, *others), (width, bonds, sides) = self.shape, self.layout.labels, cut
-        cores = list(zip(self.operands(), sides, strict=True))
-        first = algebra.contract([core for core, reads in cores if reads], (*bonds, *chain(*others)))
-        second = algebra.contract([core for core, reads in cores if not reads], (*outs, *bonds))
-        first = first.reshape(width, self.layout.padded[1], *rest)[:, :inputs]
-        return first, second.reshape(self.layout.padded[0], width)[:outputs]
+    def rows(self, index: Tensor) -> Tensor:
+        """``(n,) -> (n, ..)``: the rows of the weight at these indices of its first axis, without making any other."""
+        (outs, *others), layout, rest = self.layout.labels, self.layout, index
+        digits: dict[str, Tensor] = {}
+        for label, size in zip(outs[::-1], layout.splits[0][::-1], strict=True):
+            digits[label], rest = rest % size, rest // size
+        found = []
+        for core, labels in self.operands():
+            own = [label for label in labels if label in digits]
+            for label in own[1:]:  # a mode that fuses several of the factors
+                core, labels = _fused(core, labels, own[0], label, digits)
+            if own:
+                core = core.index_select(labels.index(own[0]), digits[own[0]])
+            found.append((core, tuple("batch" if label in own[:1] else label for label in labels)))
+        y = algebra.contract(found, ("batch", *chain(*others)), {"batch": MANY_ROWS}).reshape(-1, *layout.padded[1:])
+        return y[(slice(None), *map(slice, layout.axes[1:]))].reshape(-1, *self.shape[1:])
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -204,6 +199,14 @@ class FactorizedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.format.name}, {self.equation}, ranks={self.ranks}"
+
+
+def _fused(core: Tensor, labels: Labels, first: str, second: str, digits: dict[str, Tensor]) -> tuple[Tensor, Labels]:
+    """The core with two of its axes as one, in the place of the first, which `digits` indexes."""
+    a, b = labels.index(first), labels.index(second)
+    core = core.movedim(b, a + 1)
+    digits[first] = digits[first] * core.shape[a + 1] + digits[second]
+    return core.flatten(a, a + 1), tuple(label for label in labels if label != second)
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:

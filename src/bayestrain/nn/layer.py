@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +13,7 @@ from torch import Size, Tensor, nn
 
 from bayestrain.errors import ConversionError, ShapeError, check_choice
 from bayestrain.formats import Format, get
-from bayestrain.nn.factorized import DEFAULT_RANK, FactorizedWeight
+from bayestrain.nn.factorized import DEFAULT_RANK, INITS, FactorizedWeight
 from bayestrain.nn.fast import fast
 from bayestrain.nn.layout import LAYOUTS, Layout
 from bayestrain.nn.precision import own_precision, traced
@@ -38,8 +39,8 @@ class TensorLayer(nn.Module, ABC):
         init: "he" (variance ``2 / fan_in``) or "paper" (``sqrt(2 / Q)``, Q the number of entries).
     """
 
-    dense_kind: ClassVar[type[nn.Linear] | type[nn.Conv2d]]
-    settings: ClassVar[tuple[str, ...]]
+    dense_kind: ClassVar[type[nn.Module]]
+    settings: ClassVar[tuple[str, ...]] = ()
     """What the dense layer is built with and keeps as attributes; this layer has them, too."""
     input_axis: ClassVar[int]
     """The axis of an input, counted from the end, that has the features or channels."""
@@ -58,9 +59,12 @@ class TensorLayer(nn.Module, ABC):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        dense = self.dense_kind(*args, **{**kwargs, "device": "meta"})  # checks its arguments as PyTorch does
+        dense: Any = self.dense_kind(*args, **{**kwargs, "device": "meta"})  # checks its arguments as PyTorch does
         how = self.how(dense, format, layout, in_modes=in_modes, out_modes=out_modes)
-        self._become(dense, FactorizedWeight.random(*how, max_rank, init, dtype=dtype, device=device))
+        check_choice("init", init, INITS)
+        self._become(
+            dense, FactorizedWeight.random(*how, max_rank, self.start(dense, init), dtype=dtype, device=device)
+        )
 
     def _become(self, dense: Any, weight: FactorizedWeight) -> None:
         """Initialise with this weight and all else that a dense layer has; a bias on the meta device is drawn."""
@@ -70,13 +74,23 @@ class TensorLayer(nn.Module, ABC):
         self.outputs, self.inputs = weight.shape[:2]
         self.out_modes, self.in_modes = weight.layout.splits[:2]
         self.factorized = weight.requires_grad_(dense.weight.requires_grad)
-        bias, like = dense.bias, weight.cores[0]
+        bias, like = getattr(dense, "bias", None), weight.cores[0]
         if bias is not None and bias.is_meta:
             bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))  # as PyTorch's layers start theirs
             bias = torch.empty_like(bias, dtype=like.dtype, device=like.device).uniform_(-bound, bound)
         own = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=dense.bias.requires_grad)
         self.register_parameter("bias", own)
         self.train(dense.training)
+
+    @staticmethod
+    def oriented(weight: Tensor) -> Tensor:
+        """The dense layer's weight with its outputs first, as `factorized` has it; and back again."""
+        return weight
+
+    @classmethod
+    def start(cls, dense: Any, init: str) -> str | float:  # noqa: ARG003
+        """How `FactorizedWeight.random` starts the weight that replaces a dense layer's."""
+        return init
 
     @staticmethod
     @abstractmethod
@@ -96,7 +110,8 @@ class TensorLayer(nn.Module, ABC):
         if (groups := getattr(dense, "groups", 1)) != 1:
             raise ConversionError(f"groups must be 1, got groups={groups}. A grouped kernel is small: leave it dense.")
         check_choice("layout", layout, LAYOUTS)
-        return get(format), cls.fold(dense.weight.shape, get(format), layout, **modes)
+        weight: Any = dense.weight
+        return get(format), cls.fold(cls.oriented(weight).shape, get(format), layout, **modes)
 
     @classmethod
     def from_dense(
@@ -106,7 +121,8 @@ class TensorLayer(nn.Module, ABC):
 
         Format, layout and modes are keywords as in the constructor.
         """
-        return cls.of(dense, FactorizedWeight.decomposed(dense.weight, *cls.how(dense, **folding), max_rank, tol))
+        how, weight = cls.how(dense, **folding), cls.oriented(dense.weight.detach())
+        return cls.of(dense, FactorizedWeight.decomposed(weight, *how, max_rank, tol))
 
     @classmethod
     def of(cls, dense: Any, weight: FactorizedWeight) -> Self:
@@ -116,21 +132,27 @@ class TensorLayer(nn.Module, ABC):
         return layer
 
     @torch.no_grad()
-    def to_dense(self) -> nn.Linear | nn.Conv2d:
+    def to_dense(self) -> Any:
         """A plain PyTorch layer that computes the same."""
-        settings = {name: getattr(self, name) for name in self.settings}
-        dense = self.dense_kind(**settings, bias=self.bias is not None, device="meta")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in self.settings}
+        if "bias" in signature(self.dense_kind).parameters:
+            settings["bias"] = self.bias is not None
+        dense: Any = self.dense_kind(**settings, device="meta")
         dense.weight = nn.Parameter(self.weight.clone(memory_format=torch.contiguous_format))
         if self.bias is not None:
             dense.bias = nn.Parameter(self.bias.clone())
         return dense.train(self.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def check(self, x: Tensor) -> None:
+        """Raise unless an input has the right number of features or channels."""
         axis = self.input_axis
         if x.ndim < -axis or x.shape[axis] != self.inputs:
             raise ShapeError(
                 f"{type(self).__name__} expects size {self.inputs} in dimension {axis}, got an input {tuple(x.shape)}."
             )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
         perf = None if traced() else fast()
         if perf is not None and (y := perf.multiply(self, x)) is not None:
             return y  # type: ignore[no-any-return]
@@ -158,7 +180,7 @@ class TensorLayer(nn.Module, ABC):
     def weight(self) -> Tensor:
         """The whole weight in the shape of the dense layer's, materialised at each access."""
         with own_precision(self.cores[0]):
-            return self.factorized.dense()
+            return self.oriented(self.factorized.dense())
 
     def train(self, mode: bool = True) -> Self:
         """As for any module; what `perf` keeps for inference is dropped, since cores may have changed unseen."""

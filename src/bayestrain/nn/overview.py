@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from bayestrain.nn.fast import fast
 from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights
 from bayestrain.tables import text_table, times
+
+NAMES = 2
+"""So many names of layers that stay dense for one reason are printed."""
 
 SLOWER = 1.05
 """Predicted times within this factor of the dense layer's count as equal: the prediction is no better."""
@@ -39,6 +43,15 @@ class SummaryRow:
     dense_seconds: float = 0.0
 
 
+class Kept(NamedTuple):
+    """Parameters that `tensorize_` left dense, and why."""
+
+    name: str
+    kind: str
+    reason: str
+    parameters: int
+
+
 @dataclass(frozen=True)
 class Summary:
     """What a model's factorised layers are. Prints as a table, with a verdict below it."""
@@ -46,8 +59,8 @@ class Summary:
     rows: tuple[SummaryRow, ...]
     parameters: int
     dense_parameters: int
-    kept: tuple[tuple[str, str], ...] = ()
-    """The layers that `tensorize_` could have converted and kept dense, with the reason."""
+    kept: tuple[Kept, ...] = ()
+    """What `tensorize_` left dense."""
 
     def verdict(self) -> str:
         """The size, and which layers are larger than dense ones, or predicted to be slower."""
@@ -55,6 +68,8 @@ class Summary:
             return f"No layer is factorised. {self.parameters:,} parameters. Call bayestrain.tensorize_(model)."
         ratio = self.dense_parameters / max(self.parameters, 1)
         said = f"{self.parameters:,} parameters, {ratio:.3g} times fewer than the dense {self.dense_parameters:,}."
+        if ratio < 1:
+            said = f"The model has grown, from {self.dense_parameters:,} parameters to {self.parameters:,}."
         if seconds := sum(row.seconds for row in self.rows):
             relative = seconds / sum(row.dense_seconds for row in self.rows)
             said += f" Predicted time of these layers: {relative:.2f} of dense."
@@ -80,7 +95,26 @@ class Summary:
         if not any(row.plan for row in self.rows):
             header, rows = header[:8], [cells[:8] for cells in rows]
         table = [text_table(header, rows, left_columns=5)] if rows else []
-        return "\n".join([*table, *(f"Kept dense: {name} ({why})." for name, why in self.kept), self.verdict()])
+        return "\n".join([*table, *self._dense(), self.verdict()])
+
+    def _dense(self) -> list[str]:
+        """A table of what stayed dense, by type and reason, the most parameters first."""
+        groups: dict[tuple[str, str], list[Kept]] = defaultdict(list)
+        for own in self.kept:
+            groups[own.kind, own.reason].append(own)
+        size = {key: sum(own.parameters for own in found) for key, found in groups.items()}
+        rows = [
+            [kind, why, _listed([own.name for own in groups[kind, why]]), str(len(groups[kind, why])), f"{n:,}",
+             f"{n / max(self.dense_parameters, 1):.1%}"]
+            for (kind, why), n in sorted(size.items(), key=lambda item: -item[1])
+        ]  # fmt: skip
+        header = ["stays dense", "why", "names", "number", "parameters", "share"]
+        return ["", text_table(header, rows, left_columns=3), ""] if rows else []
+
+
+def _listed(names: list[str]) -> str:
+    """The first of some names."""
+    return ", ".join([*names[:NAMES], *([".."] if len(names) > NAMES else [])])
 
 
 def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -> Summary:
@@ -105,7 +139,7 @@ def _plans(model: nn.Module, x: Tensor, training: bool) -> dict[nn.Module, tuple
     found: dict[nn.Module, tuple[Any, ...]] = {}
 
     def note(layer: TensorLayer, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        (given,), perf = (*args, *kwargs.values()), fast()
+        (given, *_), perf = (*args, *kwargs.values()), fast()
         found[layer] = (perf and perf.expect(layer, given, training)) or layer.plan(given)
 
     with ExitStack() as hooks, evaluating(model), torch.no_grad():

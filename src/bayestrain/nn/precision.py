@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def autocasts(x: Tensor) -> bool:
@@ -26,3 +27,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def traced() -> bool:
     """Whether the pass is being compiled, exported or traced: what it chooses must not depend on the batch."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def transformed() -> bool:
+    """Whether a transformation of `torch.func` or forward-mode differentiation is active: then plain operations run."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -8,6 +8,7 @@ all weights at once, training steps as CUDA graphs, and an estimate of a posteri
 from bayestrain.perf import memory
 from bayestrain.perf.capture import Capture
 from bayestrain.perf.layers import expect, forget, multiply
+from bayestrain.perf.lookup import rows
 from bayestrain.perf.tables import group
 
-__all__ = ["Capture", "expect", "forget", "group", "memory", "multiply"]
+__all__ = ["Capture", "expect", "forget", "group", "memory", "multiply", "rows"]

@@ -9,10 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer, TensorLinear
-from bayestrain.nn.precision import autocasts, own_precision, product_dtype
+from bayestrain.nn.precision import autocasts, own_precision, product_dtype, transformed
 from bayestrain.perf import planner, trains
 from bayestrain.perf.planner import Cost, Machine, Task, Train
 from bayestrain.perf.stacks import weight_together
@@ -139,11 +138,6 @@ def _machine(cuda: bool, conv: bool, dtype: torch.dtype, tf32: bool, threads: in
         machine = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD
         times = threads * (0.5 if dtype == torch.float64 else 1.0)
     return machine._replace(rate=machine.rate * times)
-
-
-def transformed() -> bool:
-    """Whether a transformation of `torch.func` or forward-mode differentiation is active: then plain operations run."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _weight(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Tensor:

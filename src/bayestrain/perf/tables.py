@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from bayestrain.formats import Format, algebra
 from bayestrain.nn import FactorizedWeight
-from bayestrain.perf.layers import transformed
+from bayestrain.nn.precision import transformed
 from bayestrain.perf.stacks import align_trees, cores_of, stacks_of
 from bayestrain.prior import density
 from bayestrain.prior.density import Move
