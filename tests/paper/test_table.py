@@ -61,7 +61,13 @@ def read_figures(result: dict[str, Any]) -> dict[str, float]:
     calibrated, posterior = result["calibrated"] or {}, result["posterior"]
     suited = {f"calibrated_{key}": value for key, value in calibrated.items()} if not posterior else calibrated
     alone = {"mean_log_likelihood": posterior["mean_log_likelihood"]} if posterior else {}
-    return {"params": result["parameters"], "ratio": result["dense_parameters"] / result["parameters"], **result["metrics"], **suited, **alone}
+    return {
+        "params": result["parameters"],
+        "ratio": result["dense_parameters"] / result["parameters"],
+        **result["metrics"],
+        **suited,
+        **alone,
+    }
 
 
 def test_every_cell_of_the_committed_table_follows_from_the_seeds() -> None:

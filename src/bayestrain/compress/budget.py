@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from bayestrain.compress.curves import Point
+
+EXCHANGES = 5
+"""Rounds in which pairs of layers exchange entries, at most."""
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -41,32 +45,41 @@ def _gain(small: Point, large: Point) -> float:
 def spend(fronts: Mapping[str, Sequence[Point]], entries: int) -> dict[str, Point]:
     """A point for every layer, with at most so many entries in all, at nearly the least sum of costs.
 
-    Every layer starts at its smallest point. The step of largest gain along any hull is taken while it fits; what is
-    left then buys the best points between.
+    Every layer starts at its smallest point, and the step of largest gain along any hull is taken while it fits. Pairs
+    of layers then exchange entries, and take what is left, as long as that saves costs.
     """
     chosen = {name: own[0] for name, own in fronts.items()}
     left = entries - sum(point.size for point in chosen.values())
     steps = [
-        (-_gain(small, large), number, name, large)
+        (-_gain(small, large), name, number, large)
         for name, own in fronts.items()
         for number, (small, large) in enumerate(pairwise(hull(own)))
     ]
     blocked = set()
-    for _, _, name, large in sorted(steps, key=lambda step: step[:3]):
+    for _, name, _, large in sorted(steps, key=lambda step: step[:3]):
         need = large.size - chosen[name].size
         if name not in blocked and need <= left:
             chosen[name], left = large, left - need
         else:
             blocked.add(name)
-    while True:
-        better = [
-            (_gain(chosen[name], point), name, point)
-            for name, own in fronts.items()
-            for point in own
-            if chosen[name].size < point.size <= chosen[name].size + left
-        ]
-        if not better:
-            return chosen
-        _, name, point = max(better, key=lambda each: each[:2])
-        left -= point.size - chosen[name].size
-        chosen[name] = point
+    for _ in range(EXCHANGES):
+        before = sum(map(cost, chosen.values()))
+        for name, own in fronts.items():
+            left += chosen[name].size
+            chosen[name] = _largest(own, left)
+            left -= chosen[name].size
+        for a, b in combinations(fronts, 2):
+            left += chosen[a].size + chosen[b].size
+            pairs = [
+                (one, _largest(fronts[b], left - one.size)) for one in fronts[a] if one.size + fronts[b][0].size <= left
+            ]
+            chosen[a], chosen[b] = min(pairs, key=lambda pair: cost(pair[0]) + cost(pair[1]))
+            left -= chosen[a].size + chosen[b].size
+        if sum(map(cost, chosen.values())) >= before * (1 - 1e-9):
+            break
+    return chosen
+
+
+def _largest(points: Sequence[Point], room: int) -> Point:
+    """The largest point of a front, hence the best, with at most so many entries."""
+    return points[bisect_right(points, room, key=lambda point: point.size) - 1]

@@ -48,6 +48,13 @@ class Candidate:
     modes: str
     format: Format
     layout: Layout
+    whiten: str = "modes"
+    """What is whitened before it is decomposed, one of `WAYS`."""
+
+
+WAYS = ("modes", "channels", "nothing")
+"""Every mode by the moment of its inputs and taps, channels alone, or nothing. Where no way is optimal, none is always
+the best: truncated SVD, which no layer may be worse than, is tried in all of them."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -66,7 +73,8 @@ def candidates(shape: Sequence[int], wanted: Collection[str]) -> list[Candidate]
             for modes in table["chains" if format.splits and kind != SVD else kind if kind == SVD else "others"]:
                 layout = fold(shape, modes)
                 if layout is not None:
-                    found.append(Candidate(kind, modes, format, layout))
+                    ways = WAYS if kind == SVD else WAYS[:1]
+                    found += [Candidate(kind, modes, format, layout, way) for way in ways]
     return found
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from bayestrain.compress.candidates import Candidate
 from bayestrain.formats import algebra, trees
-from bayestrain.nn.layout import Layout
+from bayestrain.nn import FactorizedWeight, Layout
 
 RIDGE = 1e-3
 """Added to the second moment, relative to its mean diagonal: what calibration did not see counts a little."""
@@ -80,16 +81,17 @@ class Target:
 class Folded:
     """A target in the modes of a layout, whitened mode by mode."""
 
-    def __init__(self, target: Target, layout: Layout) -> None:
+    def __init__(self, target: Target, layout: Layout, whiten: str = "modes") -> None:
         self.target, self.layout = target, layout
         self.turns: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         """By number of the mode: its size before, inside and behind the factors that are whitened; the root of their
         moment, and its inverse."""
         first = len(layout.splits[0])
-        known = range(first, len(layout.factors) if target.whole else first + len(layout.splits[1]))
-        for number, mode in enumerate(layout.modes if target.moment is not None else ()):
+        with_taps = target.whole and whiten == "modes"
+        known = range(first, len(layout.factors) if with_taps else first + len(layout.splits[1]))
+        for number, mode in enumerate(layout.modes if target.moment is not None and whiten != "nothing" else ()):
             if inside := [n for n in mode if n in known]:
-                values, vectors = torch.linalg.eigh(self._gram(known, inside))
+                values, vectors = torch.linalg.eigh(self._gram(inside))
                 root = values.clamp_min(1e-12 * float(values[-1])).sqrt()
                 start = mode.index(inside[0])  # the tables of candidates keep factors of the inputs together
                 parts = mode[:start], inside, mode[start + len(inside) :]
@@ -98,13 +100,15 @@ class Folded:
         self.exact = target.moment is None or any(sizes[1] == len(target.moment) for sizes, *_ in self.turns.values())
         self.tensor = self._turned(layout.fold(target.weight), range(len(layout.modes)), 0)
 
-    def _gram(self, known: Sequence[int], inside: Sequence[int]) -> Tensor:
+    def _gram(self, inside: Sequence[int]) -> Tensor:
         """The moment of some factors of the inputs, with the others summed over."""
-        assert self.target.moment is not None
+        first, moment = len(self.layout.splits[0]), self.target.moment
+        assert moment is not None
+        known = range(first, len(self.layout.factors) if self.target.whole else first + len(self.layout.splits[1]))
         sizes, rows = [self.layout.factors[n] for n in known], tuple(str(n) for n in known)
         columns = tuple(f"{n}'" if n in inside else str(n) for n in known)
         left, right = tuple(str(n) for n in inside), tuple(f"{n}'" for n in inside)
-        found = algebra.contract([(self.target.moment.reshape(*sizes, *sizes), (*rows, *columns))], (*left, *right))
+        found = algebra.contract([(moment.reshape(*sizes, *sizes), (*rows, *columns))], (*left, *right))
         width = math.prod(self.layout.factors[n] for n in inside)
         gram = found.reshape(width, width)
         return gram / gram.diagonal().mean()
@@ -147,7 +151,8 @@ class Curve:
     """What one candidate may become, from many ranks to few."""
 
     def __init__(self, target: Target, candidate: Candidate) -> None:
-        self.candidate, self.folded = candidate, Folded(target, candidate.layout)
+        self.candidate, self.target = candidate, target
+        self.folded = Folded(target, candidate.layout, candidate.whiten)
         self.sizes, self.dense = candidate.layout.sizes, target.weight.numel()
         self.equation = candidate.format.equation(self.sizes)
         self.cores: list[Tensor] = []
@@ -158,13 +163,40 @@ class Curve:
             self.cores[0] = self.cores[0] * log_scale.exp()
             self.shares = [(own.square() / algebra.nonzero(own.square().sum())).tolist() for own in values]
 
-    @property
-    def exact(self) -> bool:
-        """Whether estimates are errors."""
-        return len(self.equation.bonds) == 1 and self.folded.exact and self.equation.is_tree
+    @cached_property
+    def known(self) -> list[float] | None:
+        """For every rank of a single bond the squared error, so that nothing needs to be measured; else None."""
+        if not self.equation.is_tree or len(self.shares) != 1:
+            return None
+        if self.folded.exact:
+            lost = torch.tensor(self.shares[0], dtype=torch.float64)
+            return [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]
+        gram = self._bond_gram()  # dropping a set of indices costs the sum over all pairs of them
+        lost = gram.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0) / self.target.norm
+        return [*lost.clamp_min(0.0).tolist(), 0.0]
+
+    def _bond_gram(self) -> Tensor:
+        """The inner products, in the metric, of what the indices of a single bond contribute to the weight."""
+        layout, moment = self.candidate.layout, self.target.moment
+        assert moment is not None
+        weight = FactorizedWeight(self.candidate.format, layout, self.folded.plain_cores(self.candidate, self.cores))
+        own = [(core.detach(), labels) for core, labels in weight.operands()]
+        _, inputs, *taps = layout.labels
+        inside = [label for axis in ([inputs, *taps] if self.target.whole else [inputs]) for label in axis]
+        sizes = dict(zip([x for axis in layout.labels for x in axis], layout.factors, strict=True))
+        primed = {*inside, *self.equation.bonds}
+        twins = [(core, tuple(f"{x}'" if x in primed else x for x in labels)) for core, labels in own]
+        shape = [sizes[label] for label in inside]
+        metric = moment.reshape(*shape, *shape), (*inside, *(f"{label}'" for label in inside))
+        (bond,) = self.equation.bonds
+        return algebra.contract([*own, *twins, metric], (bond, f"{bond}'"))
 
     def path(self) -> list[tuple[int, float, tuple[int, ...]]]:
         """Sizes below that of the dense weight, estimated squared errors, and ranks."""
+        if self.known is not None:
+            ranks_down = [(rank,) for rank in range(len(self.known) - 1, 0, -1)]
+            sized = [(self._size(ranks), self.known[ranks[0]], ranks) for ranks in ranks_down]
+            return [each for each in sized if each[0] < self.dense]
         if not self.equation.is_tree:
             return [(self._size(ranks), 0.0, ranks) for ranks in self._uniform()]
         ranks, found, lost = list(map(len, self.shares)), [], 0.0
@@ -224,7 +256,7 @@ class Curve:
     def refined(self, cores: Sequence[Tensor], sweeps: int = SWEEPS) -> list[Tensor]:
         """Whitened cores nearer to the target in its exact metric: least squares for one core after another."""
         result = list(cores)
-        if self.exact:
+        if self.known is not None and self.folded.exact:  # no other cores are nearer
             return result
         goal = self.folded.raised(self.folded.tensor)
         for _ in range(sweeps):
@@ -272,7 +304,7 @@ def points(target: Target, wanted: Sequence[Candidate]) -> list[Point]:
         sampled: list[tuple[int, int, float, tuple[int, ...]]] = []
         for size, guess, ranks in curve.path():
             place = math.floor(math.log(size / dense) / math.log(GRID) + 1e-9)
-            if curve.exact:
+            if curve.known is not None:
                 found.append(Point(size, guess, candidate, ranks))
             elif not sampled or sampled[-1][0] != place:
                 sampled.append((place, size, guess, ranks))
