@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu clean
+.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu bench-pretrained clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ bench: $(INSTALLED) ## speed on a CPU, next to the last commit before the rewrit
 
 bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
 	$(BIN)/python benchmarks/old_and_new.py --device cuda
+
+bench-pretrained: $(INSTALLED) ## pretrained networks in the folder DATA, smaller without training: accuracy against size
+	$(BIN)/python benchmarks/pretrained.py $(DATA)
 
 -include paper/Makefile
 

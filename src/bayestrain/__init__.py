@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from bayestrain import infer as infer
     from bayestrain.app import data as data
     from bayestrain.compact import compact_ as compact_
+    from bayestrain.compress import compress_ as compress_
     from bayestrain.io import load as load
     from bayestrain.io import save as save
     from bayestrain.nn import TensorConv1d as TensorConv1d
@@ -32,6 +33,7 @@ __version__ = "0.2.0"
 
 _PUBLIC = {
     "compact": ("compact_",),
+    "compress": ("compress_",),
     "io": ("load", "save"),
     "nn": (
         "TensorConv1d",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import math
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from fit_kit import HELD_OUT, TRAIN, Listener, assert_same, network, train
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from bayestrain.compact import compact_
@@ -475,3 +477,34 @@ def test_callbacks_may_have_any_of_the_methods() -> None:
     records: list[Any] = []
     train(callbacks=[SimpleNamespace(on_epoch=records.append), object()])
     assert len(records) == 7
+
+
+# --- a teacher --------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_counts_as_much_as_the_targets() -> None:
+    """One step of plain gradient descent, compared with the loss written down."""
+    x, y = torch.randn(32, 6), torch.randint(3, (32,))
+    model, teacher = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3), nn.Dropout())
+    twin = copy.deepcopy(model)
+    taught = teacher[0](x).softmax(1).detach()
+    logs = twin(x).log_softmax(1)
+    loss = -0.5 * logs[torch.arange(32), y].mean() - 0.5 * (taught * logs).sum(1).mean()
+    gradients = torch.autograd.grad(loss, list(twin.parameters()))
+    options = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.1, "schedule": "constant", "epochs": 1}
+    fit(model, [(x, y)], prior=False, teacher=teacher, progress=False, **options)
+    for own, before, gradient in zip(model.parameters(), twin.parameters(), gradients, strict=True):
+        assert_close(own, before - 0.1 * gradient)
+    assert teacher.training
+
+
+def test_regression_and_other_likelihoods_with_a_teacher() -> None:
+    x, y = torch.randn(64, 4), torch.randn(64, 1)
+    teacher, model = nn.Linear(4, 1), nn.Linear(4, 1)
+    fit(model, (x, teacher(x).detach()), likelihood="regression", prior=False, teacher=teacher, epochs=200,
+           lr=0.05, progress=False)  # fmt: skip
+    assert_close(model.weight, teacher.weight, rtol=0, atol=0.05)
+    with pytest.raises(ConfigError, match="cannot learn from a teacher"):
+        fit(model, (x, y), likelihood=lambda o, t: -(o - t).square().sum(1), teacher=teacher, progress=False)
+    with pytest.raises(ConfigError, match="teacher= is for one network, not for 2 particles"):
+        fit(lambda: nn.Linear(4, 1), (x, y), particles=2, teacher=teacher, progress=False)

@@ -44,6 +44,10 @@ class Likelihood(nn.Module, ABC):
             "describe() and prediction()."
         )
 
+    def taught(self, outputs: Tensor, teacher: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the expected log probability ``(B,)`` of targets drawn as a teacher's outputs predict them."""
+        raise ConfigError("This likelihood cannot learn from a teacher. Give it a method taught(outputs, teacher).")
+
     @property
     def predicts(self) -> bool:
         """Whether it says what to predict."""
@@ -77,6 +81,10 @@ class Classification(Likelihood):
         # On a GPU, reading labels would make every step wait.
         labels = checked_labels(targets, outputs, read=targets.device.type == "cpu")
         return full_precision(outputs).log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+
+    def taught(self, outputs: Tensor, teacher: Tensor) -> Tensor:
+        self._check(outputs)
+        return (full_precision(teacher).softmax(1) * full_precision(outputs).log_softmax(1)).sum(1)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return ``probabilities`` ``(B, C)``."""
@@ -116,6 +124,9 @@ class Regression(Likelihood):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, variance = self.describe(outputs).values()
         return gaussian_log_prob(checked_targets(targets, outputs.shape).to(mean.dtype), mean, variance)
+
+    def taught(self, outputs: Tensor, teacher: Tensor) -> Tensor:
+        return self.forward(outputs, full_precision(teacher))
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return ``mean`` and ``variance``, both in the outputs' shape."""

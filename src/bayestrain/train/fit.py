@@ -1,5 +1,6 @@
 """`fit`: the README's own loop for one network or a posterior, in one call."""
 
+import copy
 import math
 import random
 import warnings
@@ -15,7 +16,7 @@ from torch import nn
 
 from bayestrain.errors import ConfigError, ParticleWarning
 from bayestrain.infer.method import MakeOptimizer
-from bayestrain.nn import TensorConv2d, dense_parameters, factorized_weights
+from bayestrain.nn import TensorConv2d, count_parameters, dense_parameters, factorized_weights
 from bayestrain.posterior import Likelihood, Posterior, as_likelihood, independent
 from bayestrain.posterior.likelihoods import LogProb
 from bayestrain.train.batches import Batches
@@ -62,6 +63,7 @@ def fit(
     method: str = "svgd",
     optimizer: str | MakeOptimizer | None = None,
     num_data: int | None = None,
+    teacher: nn.Module | None = None,
     callbacks: Sequence[Any] = (),
     folder: RunFolder | Path | str | None = None,
     resume: bool = False,
@@ -88,6 +90,8 @@ def fit(
         optimizer: a name of `FitConfig.optimizer`, or a function of a list of (name, parameter) pairs that returns an
             optimiser; its learning rates follow the schedule in proportion.
         num_data: number of training data, if `data` do not know it; otherwise one pass counts them.
+        teacher: a network, for example the one that `compress_` made smaller, whose predictions count as much as the
+            targets (distillation). For one network; it is copied and does not change.
         callbacks: objects with methods of `Callback`.
         folder: where checkpoints and ``history.jsonl`` go.
         resume: continue from the last checkpoint in `folder`, with the same settings; on a CPU in the same bits.
@@ -114,7 +118,7 @@ def fit(
     how = replace(how, particles=len(models))
     if not (config.search and factorized_weights(models[0])):
         config = replace(config, search=False, finetune_epochs=0)
-    _check(config, how, prior, validation)
+    _check(config, how, prior, validation, teacher)
     if resume and folder is None:
         raise ConfigError("resume=True needs folder=, the folder of the run to resume.")
     first = next(models[0].parameters(), torch.empty(0))
@@ -135,6 +139,8 @@ def fit(
         known |= {"seed": int(seed), "num_data": number, "batches": batches.steps}
         if optimizer is not None:
             known["fit.optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__name__)
+        if teacher is not None:
+            known["teacher"] = f"{type(teacher).__name__} of {count_parameters(teacher):,} parameters"
         if folder is not None and not isinstance(folder, RunFolder):
             folder = stack.enter_context(RunFolder(folder, resume=resume))
         saved, note = folder.load_checkpoint() if folder is not None and resume else (None, "")
@@ -145,7 +151,9 @@ def fit(
         models = [model.to(place) for model in models]
         likelihood = as_likelihood(likelihood).to(place, first.dtype)
         steps = math.ceil(batches.steps / config.accumulate)
-        setup = Setup(config, chosen, how, number, steps, optimizer, seed, place)
+        if teacher is not None:
+            teacher = copy.deepcopy(teacher).to(place).eval().requires_grad_(False)
+        setup = Setup(config, chosen, how, number, steps, optimizer, seed, place, teacher)
         subject = Particles(models, likelihood, setup) if len(models) > 1 else Network(models[0], likelihood, setup)
         listeners = [*callbacks, *([ProgressPrinter()] if progress else [])]
         loop = Loop(subject, setup, batches, held_out, folder, listeners, known)
@@ -180,10 +188,11 @@ def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
     return models
 
 
-def _check(config: FitConfig, how: PosteriorConfig, prior: Any, validation: Any) -> None:
+def _check(config: FitConfig, how: PosteriorConfig, prior: Any, validation: Any, teacher: Any) -> None:
     """Refuse settings that do not go together, before anything is changed."""
     for name, refused, instead in (
         ("prior=False", prior is False, "Leave it out: a posterior has a prior."),
+        ("teacher=", teacher is not None, "Train one network with it, then start particles around that."),
         ("fit.accumulate", config.accumulate > 1, "Use chunk= to save memory."),
         ('fit.precision "fp16"', config.precision == "fp16", 'Use "bf16".'),
     ):

@@ -26,6 +26,9 @@ from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
 
+TAUGHT = 0.5
+"""The share of a teacher in the likelihood loss; the labels have the rest."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -39,6 +42,7 @@ class Setup:
     make: MakeOptimizer | None
     seed: int
     device: torch.device
+    teacher: nn.Module | None = None
 
     def make_optimizer(self, named: list[tuple[str, Tensor]], model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser for parameters of `model` or of its particles; CUDA graphs can capture its steps."""
@@ -76,7 +80,7 @@ class Network:
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, setup: Setup) -> None:
         self.template, self.likelihood, self.config, self.device = model, likelihood, setup.config, setup.device
-        self.prior = setup.make_prior(model)
+        self.prior, self.teacher = setup.make_prior(model), setup.teacher
         named = [*model.named_parameters(), *likelihood.named_parameters("likelihood")]
         named = [(name, p) for name, p in named if p.requires_grad]
         self.trained = [p for _, p in named]
@@ -118,6 +122,11 @@ class Network:
                     outputs = one_tensor(self.template(arranged(x)))
                 share = len(y) / total
                 data = -self.likelihood.log_prob(outputs, y).mean() * share
+                if self.teacher is not None:
+                    with torch.no_grad(), lowered(self.config.precision, self.device):
+                        known = one_tensor(self.teacher(arranged(x)))
+                    taught = -self.likelihood.taught(outputs, known).mean() * share
+                    data = (1 - TAUGHT) * data + TAUGHT * taught
                 prior = self.prior.loss(weight) if self.prior and i == len(batches) else torch.zeros_like(data)
                 self.scaler.scale(data + prior).backward()
                 seen.append(torch.stack([data, prior.to(data), accuracy(outputs, y).to(data) * share]).detach())

@@ -1,0 +1,288 @@
+"""`compress_`: trained dense layers become factorised ones under one budget for the whole model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.compress.budget import front, spend
+from bayestrain.compress.candidates import Candidate, candidates, checked_kinds
+from bayestrain.compress.curves import Curve, Point, Target, points
+from bayestrain.compress.moments import Moment, collect
+from bayestrain.errors import ConfigError, ConversionError, check_counts
+from bayestrain.nn import FactorizedWeight, TensorLayer, count_parameters
+from bayestrain.nn.convert import STATE_HOOKS, TWINS, replace_layers
+from bayestrain.nn.layer import is_lazy
+from bayestrain.tables import text_table, times
+
+KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+REFINED = 3
+"""Of a layer, so many of the best candidates at its size are fitted again, of which the best is taken."""
+
+SAY_EVERY = 2.0
+"""Seconds between lines of progress."""
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """One row of a `CompressReport`: what won, and the relative change of the layer's output, or of its weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    modes: str
+    ranks: tuple[int, ...]
+    parameters_before: int
+    parameters: int
+    error: float
+
+
+@dataclass(frozen=True)
+class CompressReport:
+    """What `compress_` did. Prints as a table; `kept` are the layers that stay dense, with the reason."""
+
+    measured: str
+    """What errors are relative changes of: "output", on the calibration batches, or "weight"."""
+    layers: tuple[CompressedLayer, ...]
+    kept: tuple[tuple[str, str], ...]
+    parameters_before: int
+    parameters: int
+
+    def __str__(self) -> str:
+        rows = [
+            [row.name, times(row.shape), row.kind, row.modes, " ".join(map(str, row.ranks)),
+             f"{row.parameters_before:,}", f"{row.parameters:,}", f"{row.error:.3f}"]
+            for row in self.layers
+        ]  # fmt: skip
+        rows.append(["whole model", "", "", "", "", f"{self.parameters_before:,}", f"{self.parameters:,}", ""])
+        header = ["layer", "shape", "became", "modes", "ranks", "before", "after", f"change of {self.measured}"]
+        kept = [f"Kept dense: {name} ({why})." for name, why in self.kept]
+        ratio = self.parameters_before / max(self.parameters, 1)
+        return "\n".join([text_table(header, rows, left_columns=5), *kept, f"{ratio:.3g} times smaller."])
+
+
+@torch.no_grad()
+def compress_(
+    model: nn.Module,
+    *,
+    ratio: float | None = None,
+    parameters: int | None = None,
+    tolerance: float | None = None,
+    calibration: Iterable[Any] | None = None,
+    formats: Sequence[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    progress: bool = True,
+) -> CompressReport:
+    """Replace trained linear layers and convolutions by factorised ones under one budget, in place, without training.
+
+    For every layer, plain truncated SVD, trains in several layouts and orders, and the other formats compete at every
+    size. The budget is spent where it costs least; a layer may stay dense. Afterwards `fit` recovers accuracy. An error
+    leaves the model unchanged.
+
+    Args:
+        model: a trained network.
+        ratio: how many times fewer parameters the whole model shall have.
+        parameters: instead, how many parameters it may have, as `count_parameters` counts.
+        tolerance: instead, the largest relative change of each layer's output, or weight.
+        calibration: batches of inputs, pairs of which the first are inputs, or dicts of keyword arguments. Some hundred
+            inputs are enough. Errors are then changes of every layer's output on them; else changes of its weight.
+        formats: what may be used, of "svd" and the names in `bayestrain.formats.FORMATS`. Default: all.
+        filter_fn: ``filter_fn(module, name) -> bool`` picks among the layers. Left out: all.
+        progress: print a line now and then, with the time left.
+
+    >>> import torch, bayestrain as bt
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 10))
+    >>> report = bt.compress_(model, ratio=2, calibration=[torch.randn(256, 64)], progress=False)
+    >>> bt.count_parameters(model) == report.parameters <= report.parameters_before / 2
+    True
+    """
+    wanted, goal = checked_kinds(formats), _checked_goal(ratio, parameters, tolerance)
+    say = _printer(progress)
+    layers, kept = survey(model, filter_fn)
+    moments = dict[str, Moment]()
+    if calibration is not None:
+        moments = collect(model, layers, calibration, say)
+        for name in [name for name in layers if name not in moments]:
+            del layers[name]
+            kept[name] = "no calibration batch reached it"
+        if not layers:
+            raise ConfigError("No calibration batch reached a layer that could be compressed. Leave calibration= out.")
+    curves, before = measure(layers, moments, wanted, say), count_parameters(model)
+    chosen = choose(curves, before, parameters if ratio is None else int(before / ratio), goal)
+    rows = replace_(model, layers, curves, chosen, say)
+    for name, point in chosen.items():
+        if point.candidate is None:
+            smaller = any(each.size < point.size for each in curves[name].points)
+            kept[name] = "the budget is better spent elsewhere" if smaller else "no candidate is smaller"
+    what = "weight" if calibration is None else "output"
+    return CompressReport(what, tuple(rows), tuple(kept.items()), before, count_parameters(model))
+
+
+@dataclass(frozen=True)
+class LayerCurve:
+    """What a layer may become, and how to build it."""
+
+    target: Target
+    points: Sequence[Point]
+
+    def best(self, point: Point) -> tuple[Candidate, list[Tensor], float]:
+        """Of the best candidates that are no larger than a point, the one that fits best after a refinement."""
+        at_size: dict[Candidate, Point] = {}
+        for each in self.points:
+            if each.candidate is not None and each.size <= point.size:
+                known = at_size.get(each.candidate)
+                at_size[each.candidate] = each if known is None or each.error < known.error else known
+        found = []
+        for candidate, each in sorted(at_size.items(), key=lambda pair: pair[1].error)[:REFINED]:
+            curve = Curve(self.target, candidate)
+            cores = curve.refined(curve.cut(each.ranks))
+            found.append((curve.error(cores), curve, cores))
+        error, curve, cores = min(found, key=lambda each: each[0])
+        return curve.candidate, curve.folded.plain_cores(curve.candidate, cores), math.sqrt(max(error, 0.0))
+
+
+def survey(
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The layers that can be compressed, and the others that have matrices, with the reason; raises on broken ones."""
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].append(name)
+    found, kept, inside = dict[str, Any](), dict[str, str](), dict[nn.Module, bool]()
+    for name, module in model.named_modules():
+        if isinstance(module, TensorLayer | FactorizedWeight):
+            inside |= dict.fromkeys(module.modules(), True)
+        if module in inside:
+            continue
+        kind = type(module).__name__
+        if "quantized" in type(module).__module__:
+            raise ConversionError(f"{name!r} ({kind}) is quantised. Compress the network before it is quantised.")
+        if is_lazy(module):
+            raise ConversionError(f"{name!r} ({kind}) is lazy. Run one batch through the model first.")
+        own = dict(module.named_parameters(recurse=False))
+        for key, parameter in own.items():
+            if parameter.is_meta or not bool(parameter.isfinite().all()):
+                what = "has no values" if parameter.is_meta else "has NaN or infinite entries"
+                raise ConversionError(f"The {key} of {name!r} ({kind}) {what}. Load the trained weights first.")
+        weight = own.get("weight")
+        shared = [other for other in owners.get(weight, []) if other != name] if weight is not None else []
+        if not isinstance(module, KINDS) or type(module) not in TWINS:
+            if any(parameter.ndim > 1 for parameter in own.values()):
+                kept[name] = f"{kind} is none of {', '.join(each.__name__ for each in KINDS if each in TWINS)}"
+        elif name == "":
+            raise ConversionError(f"The model itself is one {kind} and cannot be replaced. Wrap it in nn.Sequential.")
+        elif weight is None or not weight.is_floating_point():
+            kept[name] = "its weight is no plain floating point parameter"
+        elif shared:
+            kept[name] = f"its weight is shared with {', '.join(shared)}"
+        elif getattr(module, "groups", 1) != 1:
+            kept[name] = "it has groups, and so few entries"
+        elif any(getattr(module, hooks) for hooks in STATE_HOOKS):
+            kept[name] = "it has hooks on its state_dict"
+        elif not bool(weight.any()):
+            kept[name] = "its weight is zero"
+        elif filter_fn is not None and not filter_fn(module, name):
+            kept[name] = "filter_fn returned False"
+        else:
+            found[name] = module
+    if not found:
+        why = "; ".join(f"{name} stays dense ({reason})" for name, reason in kept.items()) or "it has no weights"
+        raise ConversionError(f"compress_ found nothing to compress in this model: {why}.")
+    return found, kept
+
+
+def measure(
+    layers: Mapping[str, Any], moments: Mapping[str, Moment], wanted: Sequence[str], say: Callable[[str], None]
+) -> dict[str, LayerCurve]:
+    """The curves of all layers for these kinds of candidates."""
+    found, step = {}, _steps(len(layers), "curve", say)
+    for name, layer in layers.items():
+        step(name)
+        target = Target(layer.weight.cpu(), moments[name].matrix.cpu() if name in moments else None)
+        found[name] = LayerCurve(target, points(target, candidates(layer.weight.shape, wanted)))
+    return found
+
+
+def choose(curves: Mapping[str, LayerCurve], before: int, parameters: int | None, tolerance: float) -> dict[str, Point]:
+    """A point for every layer: to a number of parameters of the whole model, of now `before`, or to a tolerance."""
+    fronts = {}
+    for name, own in curves.items():
+        dense = Point(own.target.weight.numel(), 0.0)
+        fronts[name] = front([*own.points, dense])
+    if parameters is None:
+        return {name: next(each for each in own if each.error <= tolerance**2) for name, own in fronts.items()}
+    others = before - sum(own.target.weight.numel() for own in curves.values())
+    fewest = others + sum(own[0].size for own in fronts.values())
+    if parameters < fewest:
+        raise ConfigError(
+            f"{parameters:,} parameters are too few: the smallest possible model has {fewest:,}, of which {others:,} "
+            f"are in no layer that can be compressed. Try parameters={fewest} or "
+            f"ratio={math.floor(100 * before / fewest) / 100}."
+        )
+    return spend(fronts, parameters - others)
+
+
+def replace_(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    curves: Mapping[str, LayerCurve],
+    chosen: Mapping[str, Point],
+    say: Callable[[str], None],
+) -> list[CompressedLayer]:
+    """Build the chosen layers, then put them in place."""
+    rows, built = [], dict[nn.Module, nn.Module]()
+    step = _steps(len(chosen), "decomposing", say)
+    for name, point in chosen.items():
+        step(name)
+        if point.candidate is not None:
+            layer, (won, cores, error) = layers[name], curves[name].best(point)
+            weight = FactorizedWeight(won.format, won.layout, [core.to(layer.weight) for core in cores])
+            built[layer] = TWINS[type(layer)].of(layer, weight)
+            sizes = layer.weight.numel(), weight.numel
+            rows.append(CompressedLayer(name, weight.shape, won.kind, won.modes, weight.ranks, *sizes, error))
+    replace_layers(model, built)
+    return rows
+
+
+def _checked_goal(ratio: float | None, parameters: int | None, tolerance: float | None) -> float:
+    """The tolerance, or 0; raises unless exactly one goal is given, in its range."""
+    given = [each for each in (ratio, parameters, tolerance) if each is not None]
+    if len(given) != 1:
+        raise ConfigError(f"Give one of ratio=, parameters= and tolerance=, got {len(given)} of them. Try ratio=4.")
+    check_counts(parameters=parameters)
+    if ratio is not None and not 1 <= ratio < math.inf:
+        raise ConfigError(f"ratio is how many times smaller the model shall be, 1 or more, got {ratio}. Try ratio=4.")
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance is a relative change and must lie in (0, 1), got {tolerance}. Try 0.1.")
+    return tolerance or 0.0
+
+
+def _printer(progress: bool) -> Callable[[str], None]:
+    return (lambda text: print(text, flush=True)) if progress else (lambda text: None)  # noqa: ARG005
+
+
+def _steps(count: int, what: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Called at the start of each of `count` steps with its name; says now and then which it is, and the time left."""
+    started = last = time.monotonic()
+    done = 0
+
+    def step(name: str) -> None:
+        nonlocal done, last
+        now = time.monotonic()
+        if done and now - last >= SAY_EVERY:
+            left = timedelta(seconds=round((now - started) / done * (count - done)))
+            say(f"{what} {done + 1}/{count}: {name}  {left} left")
+            last = now
+        done += 1
+
+    return step

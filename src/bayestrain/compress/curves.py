@@ -1,0 +1,318 @@
+"""Error against size for what a weight may become: from singular values where the network is a tree, else by fits.
+
+A candidate is decomposed in whitened coordinates, in which a change of the weight counts by what it does to the
+outputs. The whitening is exact where one mode holds all inputs of the layer. Otherwise there is one matrix per mode,
+and the points of the curve are measured in the exact metric.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bayestrain.compress.candidates import Candidate
+from bayestrain.formats import algebra, trees
+from bayestrain.nn import FactorizedWeight, Layout
+
+RIDGE = 1e-3
+"""Added to the second moment, relative to its mean diagonal: what calibration did not see counts a little."""
+
+GRID = 0.9
+"""Sizes at which curves are sampled: each is this share of the one before."""
+
+PROMISING = 3.0
+"""Squared errors are measured where the estimate is within this factor of the best one at that size."""
+
+SWEEPS, STEPS = 4, 10
+"""Rounds over the cores in which they are fitted again, and steps of conjugate gradients for each core."""
+
+FITTED_AT, FIT_SWEEPS, FIT_WORK = (0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.04), 30, 1e11
+"""Shares of the dense size at which a network with loops or shared bonds is fitted, rounds of each fit, and how many
+multiplications it may take: larger ones are left out."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a weight may become: its entries, its squared error as a share of the outputs' square, and how."""
+
+    size: int
+    error: float
+    candidate: Candidate | None = None
+    """None is the dense weight."""
+    ranks: tuple[int, ...] = ()
+
+
+class Target:
+    """A dense weight, and the second moment of the layer's inputs, by which its changes are measured.
+
+    The moment is that of inputs times taps, or of inputs alone; None compares weights.
+    """
+
+    def __init__(self, weight: Tensor, moment: Tensor | None) -> None:
+        self.weight, self.moment = weight.detach().double(), None
+        if moment is not None:
+            eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+            self.moment = moment / algebra.nonzero(moment.diagonal().mean()) + RIDGE * eye
+        self.norm = algebra.nonzero(self.loss(self.weight))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the moment is that of inputs times taps."""
+        return self.moment is not None and len(self.moment) == self.weight[0].numel()
+
+    def raised(self, change: Tensor) -> Tensor:
+        """A change of the weight times the moment."""
+        if self.moment is None:
+            return change
+        if self.whole:
+            return (change.flatten(1) @ self.moment).reshape(change.shape)
+        return (change.movedim(1, -1) @ self.moment).movedim(-1, 1)
+
+    def loss(self, change: Tensor) -> Tensor:
+        """The mean square of what a change of the weight does to the outputs."""
+        return (self.raised(change) * change).sum()
+
+
+class Folded:
+    """A target in the modes of a layout, whitened mode by mode."""
+
+    def __init__(self, target: Target, layout: Layout, whiten: str = "modes") -> None:
+        self.target, self.layout = target, layout
+        self.turns: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
+        """By number of the mode: its size before, inside and behind the factors that are whitened; the root of their
+        moment, and its inverse."""
+        first = len(layout.splits[0])
+        with_taps = target.whole and whiten == "modes"
+        known = range(first, len(layout.factors) if with_taps else first + len(layout.splits[1]))
+        for number, mode in enumerate(layout.modes if target.moment is not None and whiten != "nothing" else ()):
+            if inside := [n for n in mode if n in known]:
+                values, vectors = torch.linalg.eigh(self._gram(inside))
+                root = values.clamp_min(1e-12 * float(values[-1])).sqrt()
+                start = mode.index(inside[0])  # the tables of candidates keep factors of the inputs together
+                parts = mode[:start], inside, mode[start + len(inside) :]
+                before, own, behind = (math.prod(layout.factors[n] for n in part) for part in parts)
+                self.turns[number] = (before, own, behind), (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
+        self.exact = target.moment is None or any(sizes[1] == len(target.moment) for sizes, *_ in self.turns.values())
+        self.tensor = self._turned(layout.fold(target.weight), range(len(layout.modes)), 0)
+
+    def _gram(self, inside: Sequence[int]) -> Tensor:
+        """The moment of some factors of the inputs, with the others summed over."""
+        first, moment = len(self.layout.splits[0]), self.target.moment
+        assert moment is not None
+        known = range(first, len(self.layout.factors) if self.target.whole else first + len(self.layout.splits[1]))
+        sizes, rows = [self.layout.factors[n] for n in known], tuple(str(n) for n in known)
+        columns = tuple(f"{n}'" if n in inside else str(n) for n in known)
+        left, right = tuple(str(n) for n in inside), tuple(f"{n}'" for n in inside)
+        found = algebra.contract([(moment.reshape(*sizes, *sizes), (*rows, *columns))], (*left, *right))
+        width = math.prod(self.layout.factors[n] for n in inside)
+        gram = found.reshape(width, width)
+        return gram / gram.diagonal().mean()
+
+    def _turned(self, tensor: Tensor, modes: Sequence[int], which: int) -> Tensor:
+        """A tensor whose axes are modes (-1: a bond), with the roots (0) or their inverses (1) applied."""
+        for axis, number in enumerate(modes):
+            if number in self.turns:
+                sizes, *matrices = self.turns[number]
+                moved = tensor.movedim(axis, -1)
+                parts = moved.reshape(*moved.shape[:-1], *sizes)
+                parts = (parts.movedim(-2, -1) @ matrices[which]).movedim(-1, -2)
+                tensor = parts.reshape(moved.shape).movedim(-1, axis)
+        return tensor
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """The weight that a whitened tensor stands for."""
+        return self.layout.unfold(self._turned(tensor, range(len(self.layout.modes)), 1))
+
+    def plain_cores(self, candidate: Candidate, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Cores of the weight itself."""
+        equation = candidate.format.equation(self.layout.sizes)
+        number = {label: n for n, label in enumerate(equation.modes)}
+        labelled = zip(cores, equation.cores, strict=True)
+        return [self._turned(core, [number.get(label, -1) for label in own], 1) for core, own in labelled]
+
+    def error(self, tensor: Tensor) -> float:
+        """The squared error of a whitened tensor, as a share of the outputs' square."""
+        return float(self.target.loss(self.plain(tensor) - self.target.weight) / self.target.norm)
+
+    def raised(self, tensor: Tensor) -> Tensor:
+        """A whitened tensor times the metric, which is near the identity in these coordinates."""
+        if self.target.moment is None:
+            return tensor
+        raised = self.layout.fold(self.target.raised(self.plain(tensor)))
+        return self._turned(raised, range(len(self.layout.modes)), 1)
+
+
+class Curve:
+    """What one candidate may become, from many ranks to few."""
+
+    def __init__(self, target: Target, candidate: Candidate) -> None:
+        self.candidate, self.target = candidate, target
+        self.folded = Folded(target, candidate.layout, candidate.whiten)
+        self.sizes, self.dense = candidate.layout.sizes, target.weight.numel()
+        self.equation = candidate.format.equation(self.sizes)
+        self.cores: list[Tensor] = []
+        if self.equation.is_tree:
+            caps = candidate.format.max_ranks(self.sizes)
+            cores = trees.decompose(self.equation, self.folded.tensor, 0.0, caps)
+            self.cores, values, log_scale = trees.singular_gauge(self.equation, cores)
+            self.cores[0] = self.cores[0] * log_scale.exp()
+            self.shares = [(own.square() / algebra.nonzero(own.square().sum())).tolist() for own in values]
+
+    @cached_property
+    def known(self) -> list[float] | None:
+        """For every rank of a single bond the squared error, so that nothing needs to be measured; else None."""
+        if not self.equation.is_tree or len(self.shares) != 1:
+            return None
+        if self.folded.exact:
+            lost = torch.tensor(self.shares[0], dtype=torch.float64)
+            return [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]
+        gram = self._bond_gram()  # dropping a set of indices costs the sum over all pairs of them
+        lost = gram.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0) / self.target.norm
+        return [*lost.clamp_min(0.0).tolist(), 0.0]
+
+    def _bond_gram(self) -> Tensor:
+        """The inner products, in the metric, of what the indices of a single bond contribute to the weight."""
+        layout, moment = self.candidate.layout, self.target.moment
+        assert moment is not None
+        weight = FactorizedWeight(self.candidate.format, layout, self.folded.plain_cores(self.candidate, self.cores))
+        own = [(core.detach(), labels) for core, labels in weight.operands()]
+        _, inputs, *taps = layout.labels
+        inside = [label for axis in ([inputs, *taps] if self.target.whole else [inputs]) for label in axis]
+        sizes = dict(zip([x for axis in layout.labels for x in axis], layout.factors, strict=True))
+        primed = {*inside, *self.equation.bonds}
+        twins = [(core, tuple(f"{x}'" if x in primed else x for x in labels)) for core, labels in own]
+        shape = [sizes[label] for label in inside]
+        metric = moment.reshape(*shape, *shape), (*inside, *(f"{label}'" for label in inside))
+        (bond,) = self.equation.bonds
+        return algebra.contract([*own, *twins, metric], (bond, f"{bond}'"))
+
+    def path(self) -> list[tuple[int, float, tuple[int, ...]]]:
+        """Sizes below that of the dense weight, estimated squared errors, and ranks."""
+        if self.known is not None:
+            ranks_down = [(rank,) for rank in range(len(self.known) - 1, 0, -1)]
+            sized = [(self._size(ranks), self.known[ranks[0]], ranks) for ranks in ranks_down]
+            return [each for each in sized if each[0] < self.dense]
+        if not self.equation.is_tree:
+            return [(self._size(ranks), 0.0, ranks) for ranks in self._uniform()]
+        ranks, found, lost = list(map(len, self.shares)), [], 0.0
+        while True:  # the index goes that contributes least for the entries it takes
+            entries = list(map(math.prod, self.equation.shapes(self.sizes, ranks)))
+            if sum(entries) < self.dense:
+                found.append((sum(entries), lost, tuple(ranks)))
+            prices = [
+                (self.shares[n][ranks[n] - 1] * ranks[n] / sum(entries[k] for k in self.equation.owners(bond)), n)
+                for n, bond in enumerate(self.equation.bonds)
+                if ranks[n] > 1
+            ]
+            if not prices:
+                return found
+            _, n = min(prices)
+            ranks[n] -= 1
+            lost += self.shares[n][ranks[n]]
+
+    def _size(self, ranks: Sequence[int]) -> int:
+        return sum(map(math.prod, self.equation.shapes(self.sizes, ranks)))
+
+    def _uniform(self) -> list[tuple[int, ...]]:
+        """For some sizes the largest equal ranks that fit."""
+        found, bonds = [], len(self.equation.bonds)
+        for share in FITTED_AT:
+            rank = 1
+            while self._size((rank + 1,) * bonds) <= share * self.dense:
+                rank += 1
+            ranks = self.candidate.format.max_ranks(self.sizes, rank)
+            if self._size(ranks) < self.dense and self._work(ranks) <= FIT_WORK:
+                found.append(ranks)
+        return list(dict.fromkeys(found))
+
+    def _work(self, ranks: Sequence[int]) -> float:
+        """Roughly the multiplications of a fit, whose normal matrices are as wide as a core has bond indices."""
+        cores = range(len(self.equation.cores))
+        size = dict(zip(self.equation.bonds, ranks, strict=True))
+        widest = max(math.prod(size[bond] for bond in self.equation.bonds_of(k)) for k in cores)
+        return FIT_SWEEPS * len(cores) * widest * (self.dense + widest**2)
+
+    def cut(self, ranks: Sequence[int]) -> list[Tensor]:
+        """Whitened cores of these ranks: of a tree the first singular directions, else a fit from a random start."""
+        if self.equation.is_tree:
+            cores = self.cores
+            for bond, rank in zip(self.equation.bonds, ranks, strict=True):
+                cores = algebra.keep(self.equation, cores, bond, torch.arange(rank, device=cores[0].device))
+            return cores
+        generator, like = torch.Generator().manual_seed(0), self.folded.tensor
+        start = algebra.random_cores(self.equation, self.sizes, ranks, 1.0, generator=generator, dtype=torch.float64)
+        goal = [(like, self.equation.modes)]
+        return algebra.refit(self.equation, [core.to(like.device) for core in start], goal, FIT_SWEEPS)
+
+    def error(self, cores: Sequence[Tensor]) -> float:
+        """The squared error of whitened cores."""
+        return self.folded.error(algebra.dense(self.equation, cores))
+
+    def refined(self, cores: Sequence[Tensor], sweeps: int = SWEEPS) -> list[Tensor]:
+        """Whitened cores nearer to the target in its exact metric: least squares for one core after another."""
+        result = list(cores)
+        if self.known is not None and self.folded.exact:  # no other cores are nearer
+            return result
+        goal = self.folded.raised(self.folded.tensor)
+        for _ in range(sweeps):
+            for k in range(len(result)):
+                result[k] = self._solved(result, k, goal)
+        return result
+
+    def _solved(self, cores: list[Tensor], k: int, goal: Tensor) -> Tensor:
+        """Conjugate gradients for core k, which enters the weight linearly."""
+        others = [operand for n, operand in enumerate(algebra.operands(self.equation, cores)) if n != k]
+
+        def back(tensor: Tensor) -> Tensor:
+            return algebra.contract([(tensor, self.equation.modes), *others], self.equation.cores[k])
+
+        def normal(core: Tensor) -> Tensor:
+            dense = algebra.contract([(core, self.equation.cores[k]), *others], self.equation.modes)
+            return back(self.folded.raised(dense))
+
+        return conjugate_gradients(normal, back(goal), cores[k], STEPS)
+
+
+def conjugate_gradients(normal: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, steps: int) -> Tensor:
+    """A better solution of ``normal(x) = right`` for a positive definite linear map."""
+    residual = right - normal(x)
+    direction, square = residual, residual.square().sum()
+    limit = 1e-20 * right.square().sum()
+    for _ in range(steps):
+        if square <= limit:
+            break
+        image = normal(direction)
+        step = square / (direction * image).sum()
+        x, residual = x + step * direction, residual - step * image
+        before, square = square, residual.square().sum()
+        direction = residual + square / before * direction
+    return x
+
+
+def points(target: Target, wanted: Sequence[Candidate]) -> list[Point]:
+    """Measured points of all candidates: every rank where singular values tell the error, else those that promise."""
+    dense, found = target.weight.numel(), []
+    guesses: dict[int, float] = {}
+    paths: list[tuple[Curve, list[tuple[int, int, float, tuple[int, ...]]]]] = []
+    for candidate in wanted:
+        curve = Curve(target, candidate)
+        sampled: list[tuple[int, int, float, tuple[int, ...]]] = []
+        for size, guess, ranks in curve.path():
+            place = math.floor(math.log(size / dense) / math.log(GRID) + 1e-9)
+            if curve.known is not None:
+                found.append(Point(size, guess, candidate, ranks))
+            elif not sampled or sampled[-1][0] != place:
+                sampled.append((place, size, guess, ranks))
+            if curve.equation.is_tree:
+                guesses[place] = min(guesses.get(place, math.inf), guess)
+        paths.append((curve, sampled))
+    for curve, sampled in paths:
+        for place, size, guess, ranks in sampled:
+            if guess <= PROMISING * guesses.get(place, math.inf):
+                found.append(Point(size, curve.error(curve.cut(ranks)), curve.candidate, ranks))
+    return found
