@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bayestrain.compress.candidates import Candidate
+from bayestrain.compress.candidates import SVD, Candidate
 from bayestrain.formats import algebra, trees
 from bayestrain.nn import FactorizedWeight, Layout
 
@@ -165,12 +165,17 @@ class Curve:
 
     @cached_property
     def known(self) -> list[float] | None:
-        """For every rank of a single bond the squared error, so that nothing needs to be measured; else None."""
+        """For every rank of a single bond the squared error, so that nothing needs to be measured; else None.
+
+        Where both cores hold inputs, measuring some ranks takes far less work than the exact errors of all.
+        """
         if not self.equation.is_tree or len(self.shares) != 1:
             return None
         if self.folded.exact:
             lost = torch.tensor(self.shares[0], dtype=torch.float64)
             return [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]
+        if self.candidate.kind != SVD:
+            return None
         gram = self._bond_gram()  # dropping a set of indices costs the sum over all pairs of them
         lost = gram.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0) / self.target.norm
         return [*lost.clamp_min(0.0).tolist(), 0.0]
