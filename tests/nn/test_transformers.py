@@ -1,4 +1,4 @@
-"""Models of `transformers`, with random weights: converted by default, trained, compacted, saved, loaded, generating."""
+"""Models of `transformers` with random weights: converted, trained, compacted, saved, loaded, generating."""
 
 from __future__ import annotations
 
