@@ -1,7 +1,5 @@
 """Settings shared by all tests: one thread, a fixed seed, and property tests that draw the same examples every time."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Run folders written by hand, file by file, as `train` writes them: what the report is tested on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

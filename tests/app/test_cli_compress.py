@@ -1,7 +1,5 @@
 """`bayestrain compress`: weights in every kind of file, calibration, and what it refuses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

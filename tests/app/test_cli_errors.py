@@ -1,7 +1,5 @@
 """What the command line refuses: one message on stderr, exit code 2, no traceback, nothing overwritten."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line from end to end, on networks and data of a user's own, mostly in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

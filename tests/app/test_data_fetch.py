@@ -1,7 +1,5 @@
 """Finding and fetching files: real folders, a real web server on this machine, a real killed process."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

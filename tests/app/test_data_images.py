@@ -1,7 +1,5 @@
 """`Images` and `Splits`, on the digits that ship with the package, and the decoders of the published formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import struct

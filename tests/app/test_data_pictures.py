@@ -1,7 +1,5 @@
 """Pictures of any size and mode are converted to what the network was trained on, and damaged ones are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from pathlib import Path

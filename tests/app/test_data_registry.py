@@ -3,8 +3,6 @@
 What is delivered must have the official checksums: a wrong file fails, it does not skip.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public names of the package, and how light importing it is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What the report tells its reader to do next, and the facts that make it say so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages in headless Chromium, from a file: no error, no request, nothing cut off, on a phone too."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

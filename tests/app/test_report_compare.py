@@ -1,7 +1,5 @@
 """The comparison of several runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

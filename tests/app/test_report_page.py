@@ -1,7 +1,5 @@
 """The report of a run: complete, escaped, true to the files, for every task and format."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import html

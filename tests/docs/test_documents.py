@@ -1,7 +1,5 @@
 """The documents tell the truth: their code runs, their links lead somewhere, what they generate is not stale."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

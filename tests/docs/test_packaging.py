@@ -1,7 +1,5 @@
 """The wheel has everything the README needs, and every dependency is pinned, by hash except for torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

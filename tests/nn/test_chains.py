@@ -1,7 +1,5 @@
 """A convolution runs as the chain of thin ones that takes the fewest multiplications, whatever its layout."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 from typing import Any

@@ -1,7 +1,5 @@
 """`tensorize_`: the right layers are factorised, the model stays whole, and errors leave it unchanged."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

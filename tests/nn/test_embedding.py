@@ -1,7 +1,5 @@
 """Embeddings: only rows that are looked up are made, in every mode of PyTorch's bags."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

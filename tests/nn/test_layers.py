@@ -3,8 +3,6 @@
 The reference is slow and obvious: numpy's einsum makes the tensor, loops over the layout's definition make the weight.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

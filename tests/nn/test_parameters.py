@@ -1,7 +1,5 @@
 """Parameters of modules that keep their class: attention, recurrent layers, and whatever has a name."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """What tests of records and tables share: folders of results made from one recorded seed, and the lines of a table."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

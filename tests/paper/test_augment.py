@@ -1,7 +1,5 @@
 """Batched augmentation equals a slow loop over single images."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Presets, kinds and commands; and one small experiment from training to the table."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The dense networks have the sizes the paper reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorded results are read whole and checked: forged, damaged or contradictory ones are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """TABLE.md and its figures: every cell follows from the seeds' results, and the committed files are not stale."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -1,7 +1,5 @@
 """paper/README.md: every function, preset, test and result that it names exists, and so do its commands."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from argparse import ArgumentParser

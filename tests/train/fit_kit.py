@@ -1,7 +1,5 @@
 """What tests of `fit` share: small data that need few ranks, networks, callbacks, and what resuming has to keep."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fit`: the same as a loop of one's own, for any network, data, likelihood, precision and optimiser."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

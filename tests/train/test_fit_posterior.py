@@ -1,7 +1,5 @@
 """`fit` with several particles: the same loop, exact resuming, broken particles, what comes out."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

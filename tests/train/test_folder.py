@@ -1,7 +1,5 @@
 """`RunFolder`: one process at a time, nothing overwritten by accident, no symbolic link followed."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

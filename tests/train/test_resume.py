@@ -1,7 +1,5 @@
 """Checkpoints: a run that was stopped, or killed, and resumed ends in the very same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

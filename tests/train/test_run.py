@@ -1,7 +1,5 @@
 """`train_run`: from names to a folder; what it starts from, loading and evaluating it again; names and settings."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training to a budget: a size or an accuracy; cuts on the way, the end of the search, messages, resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -15,23 +15,7 @@ from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_w
 from bayestrain.nn.tensorize import TensorizeConfig, tensorize_
 
 __all__ = [
-    "FactorizedWeight",
-    "Layout",
-    "RankState",
-    "Summary",
-    "TensorConv1d",
-    "TensorConv2d",
-    "TensorConv3d",
-    "TensorConvTranspose2d",
-    "TensorEmbedding",
-    "TensorEmbeddingBag",
-    "TensorLayer",
-    "TensorLinear",
-    "TensorizeConfig",
-    "count_parameters",
-    "dense_parameters",
-    "factorized_weights",
-    "ranks",
-    "summary",
-    "tensorize_",
-]
+    "FactorizedWeight", "Layout", "RankState", "Summary", "TensorConv1d", "TensorConv2d", "TensorConv3d",
+    "TensorConvTranspose2d", "TensorEmbedding", "TensorEmbeddingBag", "TensorLayer", "TensorLinear", "TensorizeConfig",
+    "count_parameters", "dense_parameters", "factorized_weights", "ranks", "summary", "tensorize_",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """Convolutions with a factorised kernel."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -71,11 +69,13 @@ class TensorConv(TensorLayer):
     def run(self, x: Tensor, kernels: Sequence[Tensor], place: int = 0, groups: int = 1, **options: Any) -> Tensor:
         """Convolve with these kernels, one after the other, of which that at `place` has the taps, and such groups."""
         for k, kernel in enumerate(kernels):
-            weight, bias = _lowered(x, kernel, self.bias if k == len(kernels) - 1 else None)
+            bias: Tensor | None = self.bias if k == len(kernels) - 1 else None
+            if x.dtype != kernel.dtype and autocasts(x):  # which it does not do by itself inside vmap
+                kernel, bias = kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
             if k == place:
-                x = self.convolve(x, weight, bias, groups, **options)
+                x = self.convolve(x, kernel, bias, groups, **options)
             else:
-                x = type(self).pointwise(x, weight, bias)
+                x = type(self).pointwise(x, kernel, bias)
         return x
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -150,10 +150,3 @@ class TensorConvTranspose2d(TensorConv):
 
     def _positions(self) -> tuple[int, int]:
         return 1, math.prod(self.stride)
-
-
-def _lowered(x: Tensor, kernel: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Kernel and bias in the type of an input that autocast has lowered, which it does not do for them inside vmap."""
-    if x.dtype != kernel.dtype and autocasts(x):
-        kernel, bias = kernel.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return kernel, bias

@@ -1,7 +1,5 @@
 """Which weights of a model can be factorised, and how the factorised ones are put in their places."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from bayestrain.nn.embedding import TensorEmbedding, TensorEmbeddingBag
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import TensorLayer, is_lazy
 from bayestrain.nn.linear import TensorLinear
+from bayestrain.nn.sizes import factorized_weights
 
 KINDS: tuple[type[TensorLayer], ...] = (
     TensorLinear, TensorConv1d, TensorConv2d, TensorConv3d, TensorConvTranspose2d, TensorEmbedding, TensorEmbeddingBag
@@ -145,15 +144,8 @@ def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]
         if module in replacements:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacements[module])
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
-            _leave_fast_path(module)
-
-
-def _leave_fast_path(encoder: nn.Module) -> None:
-    """Keep PyTorch's encoder from reading whole weights in evaluation mode, if any of them is factorised."""
-    if any(isinstance(module, FactorizedWeight) for module in encoder.modules()):
-        if isinstance(encoder, nn.TransformerEncoderLayer):
-            encoder.activation_relu_or_gelu = 0  # as for other activations: `activation` is called
-        else:
-            encoder.use_nested_tensor = False  # type: ignore[assignment]  # only that path takes them
+    for module in model.modules():  # PyTorch's encoder has a fast path in evaluation mode that reads whole weights
+        if isinstance(module, nn.TransformerEncoderLayer) and factorized_weights(module):
+            module.activation_relu_or_gelu = 0  # as for other activations: `activation` is called
+        elif isinstance(module, nn.TransformerEncoder) and factorized_weights(module):
+            module.use_nested_tensor = False  # only that path takes them

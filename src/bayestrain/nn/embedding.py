@@ -1,7 +1,5 @@
 """Embeddings with a factorised table, of which only the rows that are looked up are ever made."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """`FactorizedWeight`: a weight held as the cores of a format, and the state of its bonds under the prior."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

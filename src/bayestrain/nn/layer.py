@@ -1,7 +1,5 @@
 """What all factorised layers share."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`TensorLinear`: a linear layer with a factorised weight."""
 
-from __future__ import annotations
-
 import math
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """`summary`: ranks, sizes and plans of a model's factorised layers in one table."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -102,19 +100,13 @@ class Summary:
         groups: dict[tuple[str, str], list[Kept]] = defaultdict(list)
         for own in self.kept:
             groups[own.kind, own.reason].append(own)
-        size = {key: sum(own.parameters for own in found) for key, found in groups.items()}
-        rows = [
-            [kind, why, _listed([own.name for own in groups[kind, why]]), str(len(groups[kind, why])), f"{n:,}",
-             f"{n / max(self.dense_parameters, 1):.1%}"]
-            for (kind, why), n in sorted(size.items(), key=lambda item: -item[1])
-        ]  # fmt: skip
+        size, rows = {key: sum(own.parameters for own in found) for key, found in groups.items()}, []
+        for key, n in sorted(size.items(), key=lambda item: -item[1]):
+            names = [own.name for own in groups[key]]
+            shown = ", ".join(names[:NAMES] + [".."] * (len(names) > NAMES))
+            rows.append([*key, shown, str(len(names)), f"{n:,}", f"{n / max(self.dense_parameters, 1):.1%}"])
         header = ["stays dense", "why", "names", "number", "parameters", "share"]
         return ["", text_table(header, rows, left_columns=3), ""] if rows else []
-
-
-def _listed(names: list[str]) -> str:
-    """The first of some names."""
-    return ", ".join([*names[:NAMES], *([".."] if len(names) > NAMES else [])])
 
 
 def summary(model: nn.Module, x: Tensor | None = None, training: bool = False) -> Summary:

@@ -4,8 +4,6 @@ The module keeps its class's code: it gets a subclass in which the parameter is 
 projection, recurrent layers and experts are factorised so.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -27,7 +25,7 @@ from bayestrain.nn.precision import own_precision, traced
 HOLDER = "factorized"
 """The name of the submodule that holds a module's factorised parameters by their names."""
 
-_made: ContextVar[dict[FactorizedWeight, Tensor] | None] = ContextVar("made", default=None)
+_made: ContextVar[dict[Any, Tensor]] = ContextVar("made")
 """What the forward pass that is running has made: modules read their parameters several times."""
 
 
@@ -46,7 +44,7 @@ def fold(
 def put_(module: nn.Module, weights: Mapping[str, FactorizedWeight]) -> None:
     """Replace parameters of a module, in place, by these weights."""
     known = getattr(module, HOLDER, None)
-    if known is not None and not is_parametrised(module):
+    if known is not None and not hasattr(type(module), "factorized_names"):
         raise ConversionError(f"{type(module).__name__} has an attribute {HOLDER!r} already. Leave it dense.")
     for name, weight in weights.items():
         weight.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
@@ -59,11 +57,6 @@ def put_(module: nn.Module, weights: Mapping[str, FactorizedWeight]) -> None:
     module.add_module(HOLDER, holder)
     if isinstance(module, nn.RNNBase):
         del module.__dict__["_flat_weights"]
-
-
-def is_parametrised(module: nn.Module) -> bool:
-    """Whether parameters of this module are factorised."""
-    return hasattr(type(module), "factorized_names")
 
 
 @cache
@@ -119,11 +112,8 @@ def _blank(base: Any, names: tuple[str, ...]) -> nn.Module:
 
 def _whole(module: nn.Module, name: str) -> Tensor:
     weight: Any = module._modules[HOLDER]._modules[name]  # type: ignore[union-attr]
-    made = None if traced() else _made.get()
-    if made is not None and weight in made:
-        return made[weight]
-    with own_precision(weight.cores[0]):
-        found: Tensor = weight.dense()
-    if made is not None:
-        made[weight] = found
-    return found
+    made = {} if traced() else _made.get({})
+    if weight not in made:
+        with own_precision(weight.cores[0]):
+            made[weight] = weight.dense()
+    return made[weight]

@@ -1,7 +1,5 @@
 """`tensorize_`: a user's model in, the same model with factorised layers out."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -186,15 +184,14 @@ def _check(place: Place, model: nn.Module) -> None:
     module, weight = place.module, place.weight
     if is_lazy(module):
         raise ConversionError("it is lazy and has no weights yet. Run one batch through the model first.")
+    instead = _leave_out(place)
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
-        what = "it is quantised or its weight is not a plain floating point parameter"
-        raise ConversionError(f"{what}. {_leave_out(place)}")
+        raise ConversionError(f"it is quantised or its weight is not a plain floating point parameter. {instead}")
     if place.kind and module is model:
         what = "the model itself cannot be replaced in place"
         raise ConversionError(f"{what}. Wrap it in nn.Sequential, or use the layer's from_dense.")
     if place.kind and any(getattr(module, kind) for kind in STATE_HOOKS):
-        what = "it has hooks on its state_dict, which a factorised layer would not have"
-        raise ConversionError(f"{what}. {_leave_out(place)}")
+        raise ConversionError(f"it has hooks on its state_dict, which a factorised layer would not have. {instead}")
     for key, parameter in module.named_parameters(recurse=False):
         if not parameter.is_meta and not bool(parameter.isfinite().all()):
             raise ConversionError(f"its {key} has NaN or infinite entries. Repair or re-initialise the model first.")
@@ -220,9 +217,8 @@ def _weight(tied: Sequence[Place], config: TensorizeConfig, chosen: bool) -> Fac
     """The factorised weight that these places share, or why they stay dense; what is `chosen` does not."""
     place = next((p for p in tied if p.kind and issubclass(p.kind, TensorEmbedding)), tied[0])
     if other := next((p for p in tied if p.shape() != tuple(place.weight.shape) and len(tied) > 1), None):
-        raise ConversionError(
-            f"it shares a weight with {other.name!r} that one of them transposes. {_leave_out(place)}"
-        )
+        shared = f"it shares a weight with {other.name!r} that one of them transposes"
+        raise ConversionError(f"{shared}. {_leave_out(place)}")
     modes = dict(zip(("in_modes", "out_modes"), config.modes.get(place.name, (None, None)), strict=True))
     start: str | float = config.init
     if place.kind is None:
@@ -263,17 +259,11 @@ def _kept(model: nn.Module, built: Mapping[Place, object], kept: Mapping[Place, 
     inside = {
         m for module in model.modules() if isinstance(module, TensorLayer | FactorizedWeight) for m in module.modules()
     }
-    rows = [
-        (p.name, p.module, why, list(p.module.parameters(recurse=False)) if p.kind else [p.weight])
-        for p, why in kept.items()
-    ]
-    rows += [
-        (name, module, "only vectors", list(module.parameters(recurse=False)))
-        for name, module in model.named_modules()
-        if module not in converted | inside | {place.module for place in kept}
-    ]
+    known = converted | inside | {place.module for place in kept}
+    rows = [(p.name, p.module, why, [p.weight] if p.kind is None else None) for p, why in kept.items()]
+    rows += [(name, module, "only vectors", None) for name, module in model.named_modules() if module not in known]
     for name, module, why, own in rows:
-        fresh = [parameter for parameter in own if parameter not in seen]
+        fresh = [p for p in own or module.parameters(recurse=False) if p not in seen]
         seen.update(fresh)
         if fresh:
             numel = sum(p.numel() for p in fresh if not nn.parameter.is_lazy(p))

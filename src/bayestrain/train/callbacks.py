@@ -1,7 +1,5 @@
 """What a run reports while it trains: the protocol of callbacks, and the plain lines that `fit` prints."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping
@@ -41,13 +39,13 @@ class Callback:
     def on_epoch(self, record: Mapping[str, Any]) -> None:
         """An epoch is over: its line of the history. Epoch 0 is the network before training."""
 
-    def on_cut(self, report: CompactReport) -> None:
+    def on_cut(self, report: "CompactReport") -> None:
         """Ranks were cut."""
 
     def on_message(self, text: str) -> None:
         """A message to show."""
 
-    def on_end(self, result: FitResult) -> None:
+    def on_end(self, result: "FitResult") -> None:
         """Training is over."""
 
 

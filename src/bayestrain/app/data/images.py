@@ -1,10 +1,9 @@
 """Labelled images in memory, and `load`, which returns a whole data set of them by name."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Generator, Tensor
@@ -45,20 +44,20 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __repr__(self) -> str:
         return f"Images({len(self)} of shape {tuple(self.images.shape[1:])} on {self.images.device})"
 
-    def to(self, device: torch.device | str) -> Images:
+    def to(self, device: torch.device | str) -> Self:
         """The same images on `device`; `batches` then copies nothing between devices."""
-        return Images(self.images.to(device), self.labels.to(device), self.augment)
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def augmented(self, augment: Callable[[Tensor], Tensor] | None) -> Images:
+    def augmented(self, augment: Callable[[Tensor], Tensor] | None) -> Self:
         """The same images, whose batches are augmented by `augment`."""
-        return Images(self.images, self.labels, augment)
+        return replace(self, augment=augment)
 
-    def subset(self, indices: Tensor | Sequence[int]) -> Images:
+    def subset(self, indices: Tensor | Sequence[int]) -> Self:
         """The images at `indices`, in that order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
-        return Images(self.images[chosen], self.labels[chosen], self.augment)
+        return replace(self, images=self.images[chosen], labels=self.labels[chosen])
 
-    def split(self, fraction: float, seed: int) -> tuple[Images, Images]:
+    def split(self, fraction: float, seed: int) -> tuple[Self, Self]:
         """Hold out `fraction` of every class, for example for validation: (rest, held out).
 
         The choice depends only on the labels, `fraction` and `seed`. Both parts keep the order of this set. What is
