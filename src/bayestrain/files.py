@@ -16,15 +16,6 @@ CHECKSUMS = "checksums.json"
 """The file with the SHA-256 of all others of a finished run."""
 
 
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an error of writing to `path` name it, which that of a full disk does not by itself."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write the whole file or nothing: to a temporary file beside it, then moved into place.
 
@@ -33,7 +24,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
-    with naming(path):
+    try:
         file = temporary.open("xb")  # refuses a name that is taken
         try:
             with file:
@@ -45,6 +36,8 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+    except OSError as error:  # that of a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     with contextlib.suppress(OSError):  # where a folder can be opened, the new name lasts through a power cut
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:

@@ -127,7 +127,7 @@ def test_names_that_lead_nowhere_say_what_to_write(name: str, message: str) -> N
 def test_data_and_networks_of_another_kind_are_refused(config: RunConfig, tmp_path: Path) -> None:
     for change, message in (
         (f"run.data={tmp_path}/regression_nets.py:broken", r"must return \(train, validation\)"),
-        (f"run.model={tmp_path}/regression_nets.py:data", "must return an nn.Module, got a tuple"),
+        (f"run.model={tmp_path}/regression_nets.py:data", "must build a torch.nn.Module, got a tuple"),
         ('tensorize.keep_dense=["9*"]', "matches none of"),
         ("fit.target_ratio=1e6", "out of reach"),
     ):

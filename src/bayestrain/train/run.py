@@ -55,7 +55,7 @@ def train_run(
         if how.particles > 1:  # their ranks stay as they are
             models, settings = around(start, how.particles, how.jitter, seed), replace(settings, search=False)
     else:
-        models = independent(lambda: tensorized(_built(config), config.tensorize), how.particles, seed)
+        models = independent(lambda: tensorized(built(config.run.model), config.tensorize), how.particles, seed)
     if not resume:
         check_target(settings, models[0])  # before a run is overwritten
     with RunFolder(path, resume=resume, overwrite=overwrite) as opened:
@@ -121,7 +121,7 @@ def load_run(folder: Path | str, *, device: torch.device | str = "cpu") -> Parti
 
 def _saved(folder: Path, config: RunConfig, device: torch.device) -> tuple[Any, Likelihood]:
     likelihood = _likelihood(config.run.likelihood)
-    model = load(folder, into=_built(config), likelihood=likelihood if ":" in config.run.likelihood else None)
+    model = load(folder, into=built(config.run.model), likelihood=likelihood if ":" in config.run.likelihood else None)
     if isinstance(model, ParticleModel):
         return model.to(device), model.likelihood
     state = read_json(folder / "model.json").get("likelihood_state", {})
@@ -151,10 +151,15 @@ def resolve(name: str) -> Any:
     return getattr(found, attribute)
 
 
+def made(name: str) -> Any:
+    """What a name stands for, or what that returns if it is a function or class."""
+    found = resolve(name)
+    return found() if callable(found) and not isinstance(found, nn.Module) else found
+
+
 def load_data(name: str) -> SimpleNamespace:
     """The data that a name stands for: train, validation and test, and what else is known of them."""
-    found = resolve(name)
-    found = found() if callable(found) else found
+    found = made(name)
     if isinstance(found, tuple | list) and 2 <= len(found) <= 3:
         found = SimpleNamespace(**dict(zip(DATA, found, strict=False)))
     if getattr(found, "train", None) is None:
@@ -168,10 +173,10 @@ def _likelihood(name: str) -> Likelihood:
     return as_likelihood(found() if isinstance(found, type) else found)
 
 
-def _built(config: RunConfig) -> nn.Module:
-    model = resolve(config.run.model)()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{config.run.model} must return an nn.Module, got a {type(model).__name__}.")
+def built(name: str) -> nn.Module:
+    """The network that a name stands for."""
+    if not isinstance(model := made(name), nn.Module):
+        raise ConfigError(f"{name} must build a torch.nn.Module, got a {type(model).__name__}.")
     return model
 
 

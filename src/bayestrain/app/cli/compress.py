@@ -10,7 +10,7 @@ from bayestrain.app.cli.train import option
 from bayestrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 WHAT, GOAL, WHERE = "What to compress", "How far (give one)", "Where"
 
@@ -58,21 +58,16 @@ def build(name: str) -> "nn.Module":
     """The network that a function builds, or that a folder of transformers holds."""
     if Path(name).is_dir():
         try:
-            from transformers import AutoModel, AutoModelForCausalLM  # type: ignore[import-not-found]
+            from transformers import AutoModel, AutoModelForCausalLM
         except ImportError:
             raise ConfigError(f"To read the folder {name}, install transformers: pip install transformers") from None
         try:
-            return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
+            return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)
         except ValueError:  # not a language model
             return AutoModel.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
-    from torch import nn
+    from bayestrain.train.run import built
 
-    from bayestrain.train.run import resolve
-
-    made = resolve(name)
-    if not isinstance(made := made() if callable(made) and not isinstance(made, nn.Module) else made, nn.Module):
-        raise ConfigError(f"--model {name} must build a torch.nn.Module, got a {type(made).__name__}.")
-    return made
+    return built(name)
 
 
 def load_weights(network: "nn.Module", file: Path) -> None:
@@ -90,11 +85,10 @@ def load_weights(network: "nn.Module", file: Path) -> None:
             found = found[key]
     if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
         raise DataError(f"{file} holds no state dict: names with tensors. Save model.state_dict().")
-    state: dict[str, Tensor] = found
-    if state and all(name.startswith("module.") for name in state):
-        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    if all(name.startswith("module.") for name in found):
+        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     try:
-        network.load_state_dict(state)
+        network.load_state_dict(found)
     except RuntimeError as error:
         raise DataError(f"The weights in {file} are not those of the network: {error}") from error
 
@@ -103,10 +97,8 @@ def first(name: str, number: int) -> list[Any]:
     """The first batches that a function returns."""
     from itertools import islice
 
-    from bayestrain.train.run import resolve
+    from bayestrain.train.run import made
 
-    made = resolve(name)
-    made = made() if callable(made) else made
-    if not isinstance(made, Iterable):
-        raise ConfigError(f"--data {name} must return batches, as a DataLoader does, got a {type(made).__name__}.")
-    return list(islice(made, number))
+    if not isinstance(found := made(name), Iterable):
+        raise ConfigError(f"--data {name} must return batches, as a DataLoader does, got a {type(found).__name__}.")
+    return list(islice(found, number))
