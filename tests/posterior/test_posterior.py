@@ -85,7 +85,7 @@ def test_alignment_may_branch_on_values() -> None:
     for step in range(7):
         plain.step(*batch(seed=step))
         branching.step(*batch(seed=step))
-    assert_same(plain, branching)
+    assert_same(plain, branching, rtol=1e-9, atol=1e-10)  # all particles at once, and one after the other
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])

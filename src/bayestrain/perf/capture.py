@@ -2,7 +2,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ class Capture:
 
     def __init__(self) -> None:
         self.refused = False  # whether recording has failed; it is not tried again
+        self._beside: torch.cuda.Stream | None = None
         self.side: torch.cuda.Stream | None = None
         """Where steps settle and are recorded: libraries keep handles and workspaces per stream and thread."""
         self.forget()
@@ -78,7 +80,7 @@ class Capture:
     def step(
         self, advance: Step, x: Tensor, y: Tensor, prior: NormalPrior | None, optimizer: torch.optim.Optimizer
     ) -> tuple[Tensor, ...]:
-        """Take the step ``advance(x, y)``, which ends with ``prior.step()`` if there is a prior."""
+        """Take the step ``advance(x, y)``, which counts with ``prior.step()`` or `hold_` if there is a prior."""
         if (prior is not None and prior.aligns_next) or self.refused or not can_capture(optimizer):
             return advance(x, y)
         if self.recorded is None and self._settled[x.shape] >= SETTLED:
@@ -89,6 +91,20 @@ class Capture:
         if prior is not None:
             prior.steps += 1  # everything else that a step changes is on the device
         return self.recorded.replay(x, y)
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """The start of a step, which a GPU takes beside what follows, until `join`."""
+        if device.type == "cuda":
+            self._beside = self._beside or torch.cuda.Stream(device)
+            self._beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def join(self, device: torch.device) -> None:
+        """Let what follows wait for what was done `beside`."""
+        if self._beside is not None:
+            torch.cuda.current_stream(device).wait_stream(self._beside)
 
     def _aside(self, advance: Step, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """An ordinary step on the stream on which one will be recorded."""

@@ -77,8 +77,9 @@ class Tables(Group):
             ends[colour] = self.lambdas
         self.linear, self.colours = self._there(torch.tensor(linear)), list(pairwise((0, *ends.values())))
         grid = _padded(_repeated(list(enumerate(us))), torch.arange(self.lambdas), len(us), self.lambdas)
-        self.grid, self.cells = self._there(grid), self._there((grid.flatten() < self.lambdas).nonzero().squeeze(1))
-        """The lambdas of each bond, ``(bonds, largest rank)``, and where in there each lambda is."""
+        self.cells = self._there((grid.flatten() < self.lambdas).nonzero().squeeze(1))
+        self.grid = self._there(torch.where(grid < self.lambdas, grid, grid[:, :1]))
+        """The lambdas of each bond, ``(bonds, largest rank)``, filled up with its first; where in there each is."""
 
     def _cut_into_slices(self, cores: Mapping[str, Sequence[Tensor]]) -> None:
         """Number the slices, those with few entries first, and find the entries and lambdas of each."""
@@ -93,7 +94,7 @@ class Tables(Group):
             powers = torch.tensor([*own.values()])[:, None].expand(lambdas.shape)
             entries = torch.arange(self.entries, self.entries + core.numel()).view(core.shape)
             slices = entries.permute(order).reshape(-1, lambdas.shape[1])
-            parts.append((slices, F.pad(lambdas, missing, value=self.lambdas), F.pad(powers, missing)))
+            parts.append((slices, F.pad(lambdas, missing, value=int(firsts[0])), F.pad(powers, missing)))
             self.entries += core.numel()
         parts.sort(key=lambda part: len(part[0]))
         blocks = [torch.cat([own for own, *_ in alike], 1) for _, alike in groupby(parts, lambda part: len(part[0]))]
@@ -136,16 +137,15 @@ class Tables(Group):
 
     def _log_variances(self, u: Tensor) -> Tensor:
         """Of every slice."""
-        terms = F.pad(u, (0, 1)).index_select(0, self.of_slices).view(self.powers.shape)
-        return (terms * self.powers).sum(0)
+        return (u.index_select(0, self.of_slices).view(self.powers.shape) * self.powers).sum(0)
 
     def log_prob(self, other_variance: float) -> Tensor:  # noqa: ARG002
         flat, u, (a, b) = _join(self._cores()), _join(self._log_lambdas()), (self.state.a, self.state.b)
-        squares = torch.dot(flat, flat * torch.exp(-self._log_variances(u)).index_select(0, self.slice_of_entry))
+        precision = torch.exp(-self._log_variances(u)).index_select(0, self.slice_of_entry)
+        squares: Tensor = (flat.square() * precision).sum()  # vmap would make a product of matrices of torch.dot
         of_lambda = torch.dot(self.linear - (a - 1), u) + b * u.exp().sum()
         constant = self.lambdas * (a * math.log(b) - math.lgamma(a)) - 0.5 * self.entries * math.log(2 * math.pi)
-        found: Tensor = constant - 0.5 * squares - of_lambda
-        return found
+        return constant - 0.5 * squares - of_lambda
 
     @torch.no_grad()
     def move_(self, move: Move, sweeps: int = 1) -> None:
@@ -160,7 +160,7 @@ class Tables(Group):
                 terms = weighed.index_select(0, table[start:stop].flatten()).view(stop - start, -1)
                 falling[power] = (terms + power * own[:, None]).exp().sum(1)
             moved = torch.cat([u[:start], move(own, linear[start:stop], falling, self.state.b), u[stop:]])
-            by_bond = F.pad(moved, (0, 1), value=-math.inf).index_select(0, self.grid.flatten()).view(self.grid.shape)
+            by_bond = moved.index_select(0, self.grid.flatten()).view(self.grid.shape)
             u = density.apply_floor(by_bond, self.state.floor).flatten().index_select(0, self.cells)
         _copy(us, u)
 

@@ -52,7 +52,9 @@ class Joint(nn.Module):
         """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one."""
         n = len(next(iter(particles.values())))
         size = size or n
-        chunks = ({k: t[i : i + size] for k, t in particles.items()} for i in range(0, n, size))
+        chunks = [{k: t[i : i + size] for k, t in particles.items()} for i in range(0, n, size)]
+        if size >= n:
+            chunks = [dict(particles)]  # the gradient of a slice would be one more copy
         with self._lock:
             return joined([self._at_once(chunk, part, inputs) for chunk in chunks])
 

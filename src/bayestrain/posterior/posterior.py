@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import ConfigError, ShapeError, check_choice, check_counts
+from bayestrain.formats import Format
 from bayestrain.infer import METHODS, Method, count
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
@@ -129,8 +130,9 @@ class Posterior(ParticleModel):
                 self.prior.step()
                 return {}
 
-            # Aligning may branch on values, so it takes one particle after the other.
-            self.joint.batched(tensors, move, size=1 if self.prior.aligns_next else None)
+            # An alignment of a user's own may branch on values, so it takes one particle after the other.
+            branching = any(type(weight.format).align is not Format.align for weight in self.prior.weights.values())
+            self.joint.batched(tensors, move, size=1 if branching and self.prior.aligns_next else None)
         return PosteriorStep(seen["log_likelihood"], seen["log_prior"], seen["outputs"], alive)
 
     def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -166,13 +168,14 @@ class Posterior(ParticleModel):
     def _part(self, which: slice, part: Part, *inputs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of a density of some particles, and what the part returned, with the buffers after it."""
         leaves = {name: tensor[which].detach().requires_grad_() for name, tensor in self.particles.items()}
-        carried = {n: t[which].clone() for n, t in self.carried.items() if not inputs or ".rank_state." not in n}
+        # A pass changes batch norm's buffers; the prior, which has no inputs, only reads its own.
+        changed = {n: t[which].clone() for n, t in self.carried.items() if inputs and ".rank_state." not in n}
         with torch.enable_grad():
-            found = self.joint.batched({**leaves, **carried}, part, *inputs)
+            found = self.joint.batched({**leaves, **(changed if inputs else self.carried)}, part, *inputs)
             total, own = found["density"].sum(), list(leaves.values())
             gradients = torch.autograd.grad(total, own, allow_unused=True, materialize_grads=True)
         found["density"] = found["density"].detach()
-        return dict(zip(leaves, gradients, strict=True)), {**carried, **found}
+        return dict(zip(leaves, gradients, strict=True)), {**changed, **found}
 
     def estimate_memory(self, x: Tensor, y: Tensor) -> Any:
         """Estimate a step's memory and choose the chunk; raise if it cannot fit. None without `bayestrain.perf`."""

@@ -83,22 +83,22 @@ def layers_to_hold(
     }
 
 
-def normalised_layers(model: nn.Module) -> Normalised:
-    """The factorised layers of `model` whose scale is free, in training and in evaluation mode.
+def normalised_layers(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (TensorLayer,)) -> Normalised:
+    """The layers of these kinds in `model` whose scale is free, in training and in evaluation mode.
 
     The forward pass is traced with torch.fx. If that fails, neighbours in an `nn.Sequential` count as sure, and other
     modules registered one right after the other as possible. A normalisation used in several places does not count,
     because its statistics belong to several layers, nor does a layer that shares its weight.
     """
     names = {module: name for name, module in model.named_modules()}
-    shared = Counter(p for layer in names if isinstance(layer, TensorLayer) for p in layer.parameters())
+    shared = Counter(p for layer in names if isinstance(layer, kinds) for p in layer.parameters())
     while type(model).__name__ in WRAPPERS:
         (model,) = model.children()
     try:
-        training, predicting = (_in_graph(model, mode) for mode in (True, False))
+        training, predicting = (_in_graph(model, mode, kinds) for mode in (True, False))
         shown, likely = {layer: own for layer, own in training.items() if predicting.get(layer) == own}, Followers()
     except Exception:  # tracing runs arbitrary user code on symbols and may fail in any way
-        shown, likely = _in_order(model)
+        shown, likely = _in_order(model, kinds)
     found = Normalised({}, {})
     for layer, norms in (shown | likely).items():
         if all(shared[parameter] == 1 for parameter in layer.parameters()):
@@ -115,7 +115,7 @@ class _Tracer(fx.Tracer):
         return isinstance(m, TensorLayer) or forgets_scale(m) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _in_graph(model: nn.Module, training: bool) -> Followers:
+def _in_graph(model: nn.Module, training: bool, kinds: tuple[type[nn.Module], ...]) -> Followers:
     """Layers of which every use, in every call of one forward pass, is a normalisation that is called once.
 
     A copy is traced, so that the model keeps its attributes and buffers; flags take their defaults.
@@ -133,18 +133,18 @@ def _in_graph(model: nn.Module, training: bool) -> Followers:
     read = {id(attrgetter(str(node.target))(replica)) for node in nodes if node.op == "get_attr"}
     users: dict[nn.Module, set[fx.Node]] = defaultdict(set)
     for node, layer in called.items():
-        if isinstance(layer, TensorLayer):
+        if isinstance(layer, kinds):
             hidden = not node.users or node in stored or not read.isdisjoint(map(id, layer.parameters()))
             users[layer] |= {node} if hidden else set(node.users)  # no layer is a normalisation
     return {layer: {called[user] for user in own} for layer, own in users.items() if own <= norms}
 
 
-def _in_order(model: nn.Module) -> tuple[Followers, Followers]:
+def _in_order(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> tuple[Followers, Followers]:
     """Layers with a normalisation registered right behind them: in an `nn.Sequential`, and elsewhere."""
     sequential, others = Followers(), Followers()
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for parent in model.modules():
         for layer, norm in pairwise(parent.children()):
-            if isinstance(layer, TensorLayer) and forgets_scale(norm) and places[layer] == places[norm] == 1:
+            if isinstance(layer, kinds) and forgets_scale(norm) and places[layer] == places[norm] == 1:
                 (sequential if type(parent) is nn.Sequential else others)[layer] = {norm}
     return sequential, others

@@ -97,9 +97,14 @@ class NormalPrior:
         """``-weight * log p / num_data``, for a loss that is a mean over data; `weight` replaces `current_weight`."""
         return self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
 
-    @torch.no_grad()
     def step(self) -> None:
         """After the optimiser's step: hold the scales that are free, align if it is due, then move every lambda."""
+        self.hold_()
+        self.move_()
+
+    @torch.no_grad()
+    def hold_(self) -> None:
+        """The first part of `step`, which changes cores."""
         align = self.aligns_next
         for group in self.groups:
             with own_precision(next(iter(group.weights.values())).cores[0]):
@@ -107,8 +112,19 @@ class NormalPrior:
                 if align:
                     group.align_()
                     group.move_(density.newton_step, ALIGN_SWEEPS)
-                group.move_(self._move)
         self.steps += 1
+
+    @torch.no_grad()
+    def move_(self, due: Tensor | None = None) -> None:
+        """The second part of `step`; if there is a tensor `due`, lambda stays where it is unless that is true."""
+
+        def move(u: Tensor, *terms: Any) -> Tensor:
+            moved = self._move(u, *terms)
+            return moved if due is None else torch.where(due, moved, u)
+
+        for group in self.groups:
+            with own_precision(next(iter(group.weights.values())).cores[0]):
+                group.move_(move)
 
     def lambdas(self) -> dict[str, list[Tensor]]:
         """``{layer name: [lambda of every bond]}``, as copies."""

@@ -82,23 +82,26 @@ class Loop:
     def _train_epoch(self) -> dict[str, Any]:
         """One pass over the data; the mean losses and accuracy."""
         every = LOOK_EVERY if self.data.device.type == "cuda" else 1
-        seen, sums = 0, torch.zeros(3, device=self.data.device, dtype=torch.float64)
-        recent: list[Tensor] = []
-        batches = iter(self.data)
-        for step, group in enumerate(iter(lambda: list(islice(batches, self.config.accumulate)), []), start=1):
+        sums, recent, batches = [0.0] * 4, list[tuple[Tensor, int]](), iter(self.data)
+        groups = iter(lambda: list(islice(batches, self.config.accumulate)), [])
+        for step, group in enumerate(groups, start=1):
             self._set_rate(self.epoch + min((step - 1) / self.steps, 1.0))
-            recent.append(self.subject.step(group).clone())
-            number = sum(len(y) for _, y in group)
-            sums, seen = sums + recent[-1] * number, seen + number
+            recent.append((self.subject.step(group).clone(), sum(len(y) for _, y in group)))
             if step % every == 0 or step >= self.steps:
-                for place, terms in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
-                    for what, value in zip(("likelihood loss", "prior"), terms, strict=False):
-                        if not math.isfinite(value):
-                            raise self._diverged(f"epoch {self.epoch + 1}, step {place}", f"the {what} is {value}")
-                recent = []
+                sums, recent = self._sums(sums, recent, step), []
             if step % LOOK_EVERY == 0:
-                self.notify("step", {"epoch": self.epoch + 1, "step": step, "lr": self.rate, **_means(sums / seen)})
-        return _means(sums / seen)
+                self.notify("step", {"epoch": self.epoch + 1, "step": step, "lr": self.rate, **_means(sums)})
+        return _means(self._sums(sums, recent, step) if recent else sums)
+
+    def _sums(self, sums: list[float], recent: Sequence[tuple[Tensor, int]], step: int) -> list[float]:
+        """Sums over data of losses, accuracies and 1, those of the steps up to this one added; checks the losses."""
+        terms = torch.stack([each for each, _ in recent]).tolist()
+        for place, (own, (_, number)) in enumerate(zip(terms, recent, strict=True), start=step - len(recent) + 1):
+            for what, value in zip(("likelihood loss", "prior"), own, strict=False):
+                if not math.isfinite(value):
+                    raise self._diverged(f"epoch {self.epoch + 1}, step {place}", f"the {what} is {value}")
+            sums = [total + number * value for total, value in zip(sums, (*own, 1.0), strict=True)]
+        return sums
 
     def _set_rate(self, epoch: float) -> None:
         self.rate = learning_rate(self.config, epoch, self.search.ended)
@@ -192,8 +195,8 @@ def _cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def _means(means: Tensor) -> dict[str, Any]:
-    data, prior, right = means.tolist()
+def _means(sums: Sequence[float]) -> dict[str, Any]:
+    data, prior, right = (total / sums[-1] for total in sums[:-1])
     return {"train_loss": data, "prior_loss": prior, "train_accuracy": None if math.isnan(right) else right}
 
 

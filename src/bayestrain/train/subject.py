@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -76,6 +77,9 @@ class Network:
     optimizer: torch.optim.Optimizer
     posterior: Posterior | None = None
     alive: Tensor | None = None  # which particles had a finite density and gradient in any step since `repair`
+    _due: Tensor | None = None
+    """Whether the last step has left the move of lambda to the next one, which can make it beside the network's pass;
+    None where it never does."""
     kept: tuple[str, ...] = ("template", "likelihood", "optimizer", "scaler", "prior")
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, setup: Setup) -> None:
@@ -90,6 +94,8 @@ class Network:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
         perf = fast() if self.device.type == "cuda" and not self.scaler.is_enabled() else None
         self.capture = None if perf is None else perf.Capture()
+        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext if perf is None else perf.IdleBiases(model)
+        self._due = None if perf is None else torch.zeros((), dtype=torch.bool, device=self.device)
         self._weight = torch.zeros((), device=self.device)  # the prior's, where a captured step reads it
 
     @property
@@ -115,35 +121,68 @@ class Network:
     def _advance(self, batches: Sequence[Batch], weight: Tensor | None) -> Tensor:
         """A step of the README's loop. Nothing here depends on values on the device, so a CUDA graph can replay it."""
         self.template.train()
-        total, seen = sum(len(y) for _, y in batches), []
+        total, losses, rights = sum(len(y) for _, y in batches), [], []
+        with self.capture.beside(self.device) if self.capture else nullcontext():
+            self._settle()
+            prior, pulls = self._pull(weight)
         with products(self.config.precision):
-            for i, (x, y) in enumerate(batches, start=1):
-                with lowered(self.config.precision, self.device):
-                    outputs = one_tensor(self.template(arranged(x)))
+            for x, y in batches:
                 share = len(y) / total
-                data = -self.likelihood.log_prob(outputs, y).mean() * share
-                if self.teacher is not None:
-                    with torch.no_grad(), lowered(self.config.precision, self.device):
-                        known = one_tensor(self.teacher(arranged(x)))
-                    taught = -self.likelihood.taught(outputs, known).mean() * share
-                    data = (1 - TAUGHT) * data + TAUGHT * taught
-                prior = self.prior.loss(weight) if self.prior and i == len(batches) else torch.zeros_like(data)
-                self.scaler.scale(data + prior).backward()
-                seen.append(torch.stack([data, prior.to(data), accuracy(outputs, y).to(data) * share]).detach())
+                with self.idle():
+                    with lowered(self.config.precision, self.device):
+                        outputs = one_tensor(self.template(arranged(x)))
+                    data = -self.likelihood.log_prob(outputs, y).mean() * share
+                    if self.teacher is not None:
+                        with torch.no_grad(), lowered(self.config.precision, self.device):
+                            known = one_tensor(self.teacher(arranged(x)))
+                        taught = -self.likelihood.taught(outputs, known).mean() * share
+                        data = (1 - TAUGHT) * data + TAUGHT * taught
+                    self.scaler.scale(data).backward()
+                losses.append(data.detach())
+                rights.append(accuracy(outputs, y).to(data) * share)
+        if self.capture is not None:
+            self.capture.join(self.device)
+        self._add(pulls)
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.trained, self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.prior is not None:
+        if self.prior is not None and self._due is not None:
+            self.prior.hold_()
+            self._due.fill_(True)
+        elif self.prior is not None:
             self.prior.step()
-        return torch.stack(seen).sum(0)
+        return torch.stack([reduce(torch.add, losses), prior.to(data), reduce(torch.add, rights)]).detach()
+
+    def _pull(self, weight: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The prior's loss, and its gradients for `trained`."""
+        if self.prior is None:
+            return torch.zeros((), device=self.device), [None] * len(self.trained)
+        loss = self.prior.loss(weight)
+        return loss.detach(), torch.autograd.grad(self.scaler.scale(loss), self.trained, allow_unused=True)
+
+    def _add(self, pulls: Sequence[Tensor | None]) -> None:
+        """Add the prior's gradients to the likelihood's, many at a time: autograd would add them one by one."""
+        own = [(p, pull) for p, pull in zip(self.trained, pulls, strict=True) if pull is not None]
+        if both := [(pull, p.grad) for p, pull in own if p.grad is not None]:
+            sums = iter(torch._foreach_add(*map(list, zip(*both, strict=True))))  # not in place: gradients may be views
+            own = [(p, pull if p.grad is None else next(sums)) for p, pull in own]
+        for p, total in own:
+            p.grad = total
+
+    def _settle(self) -> None:
+        """Move lambda if the last step has left that."""
+        if self.prior is not None and self._due is not None:
+            self.prior.move_(self._due)
+            self._due.zero_()
 
     def compact_(self, tol: float | None = None, **options: Any) -> CompactReport:
         """Cut ranks, as `bayestrain.compact_` does."""
         if self.posterior is not None:
             return self.posterior.compact_(tol, **options)
+        self._settle()
         self._forget()
         with warnings.catch_warnings(action="ignore", category=DecayWarning):  # which came first of all, if at all
             return compact_(self.template, tol, optimizer=self.optimizer, **options)
@@ -162,6 +201,7 @@ class Network:
 
     def repair(self) -> str:
         """Drop particles that are not finite, and say so; raise if too few are left."""
+        self._settle()
         exact = [p.to(torch.promote_types(p.dtype, torch.float32)) for p in self.parameters().values()]
         squares = torch.stack([p.square().unsqueeze(-1).flatten(1).sum(1) for p in exact])  # as the prior has them
         sane = squares.isfinite().all(0)
@@ -205,6 +245,7 @@ class Network:
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
+        self._settle()
         return {name: getattr(self, name).state_dict() for name in self.kept if getattr(self, name) is not None}
 
     def restore(self, state: dict[str, Any]) -> None:
