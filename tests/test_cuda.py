@@ -150,7 +150,7 @@ def batches(number: int, device: str, dtype: torch.dtype = torch.float64) -> lis
 def test_an_own_loop_with_prior_and_compaction_in_the_middle() -> None:
     ours, theirs = network(), network().cuda()
     for net, device in ((ours, "cpu"), (theirs, "cuda")):
-        prior = bt.RankPrior(net, num_data=100, align_every=3)
+        prior = bt.RankPrior(net, num_data=100, warmup_steps=0, align_every=3)
         optimizer = torch.optim.Adam(net.parameters(), 1e-2)
         for step, (x, y) in enumerate(batches(7, device)):
             (F.cross_entropy(net(x), y) + prior.loss()).backward()
@@ -175,7 +175,7 @@ def test_the_prior_of_every_format(format: Any) -> None:
     theirs = copy.deepcopy(ours).cuda()
     losses = []
     for net in (ours, theirs):
-        prior = bt.RankPrior(net, 10, align_every=2)
+        prior = bt.RankPrior(net, 10, warmup_steps=0, align_every=2)
         for _ in range(4):
             loss = prior.loss()
             loss.backward()

@@ -49,6 +49,10 @@ class HoldWarning(UserWarning):
     """A normalisation may make the scale of a layer's weight free, but the network could not be traced to be sure."""
 
 
+class CollapseWarning(UserWarning):
+    """The prior erases the network instead of pruning its ranks: it is too strong, or came too early."""
+
+
 class CaptureWarning(UserWarning):
     """A training step cannot be captured in a CUDA graph; training continues uncaptured."""
 

@@ -101,7 +101,7 @@ def mixed(seed: int = 0, **options: Any) -> tuple[Mixed, RankPrior]:
     model = Mixed().double()
     for frozen in (*model.still.parameters(), model.dense.bias):
         frozen.requires_grad_(False)
-    options = {"weight": 0.7, "a": 1.3, "align_every": 0, "hold_scale": HELD, **options}
+    options = {"weight": 0.7, "warmup_steps": 0, "a": 1.3, "align_every": 0, "hold_scale": HELD, **options}
     prior = RankPrior(model, 50, **options)
     assert set(prior.held) == set(HELD)
     with torch.no_grad():

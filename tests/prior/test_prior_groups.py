@@ -95,7 +95,7 @@ def test_shared_cores_have_the_prior_of_each_weight_and_a_shared_bias_one() -> N
         second.cores[k] = first.cores[k]
     second.bias = first.bias
     model = nn.Sequential(first, second, first)
-    prior = RankPrior(model, 50)
+    prior = RankPrior(model, 50, warmup_steps=0)
     with torch.no_grad():
         for u in second.factorized.rank_state.log_lambdas:
             u.add_(1.0)

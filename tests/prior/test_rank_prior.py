@@ -55,7 +55,7 @@ def test_the_users_loop_is_three_lines_longer(build) -> None:  # type: ignore[no
 
 def test_loss_is_minus_weight_log_p_over_n() -> None:
     model = small_model()
-    prior = RankPrior(model, num_data=50, weight=0.5, other_variance=100.0)
+    prior = RankPrior(model, num_data=50, weight=0.5, warmup_steps=0)
     weight, others = model[0].factorized, [model[0].bias, model[2].weight, model[2].bias]
     expected = log_prob(weight.equation, list(weight.cores), [torch.zeros(5).double()]) + sum(
         Normal(0.0, 10.0).log_prob(p).sum() for p in others

@@ -25,13 +25,16 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 class Likelihood(nn.Module, ABC):
     """A distribution of the targets given the outputs of a network.
 
+    The log probability of a datum is a sum over all that belongs to it: outputs, tokens, pixels. Then the prior, which
+    counts data, has its right strength for any number of them; with a mean it would be as many times too strong.
+
     ``-likelihood.log_prob(model(x), y).mean()`` is the loss of one network. A posterior runs `forward` and `describe`
     under `torch.vmap`, so they must not branch on values; a likelihood's parameters are part of each particle.
     """
 
     @abstractmethod
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the log probability of each datum, ``(B,)``."""
+        """Return the log probability of each datum, ``(B,)``: a sum over its outputs."""
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return what one network predicts for a batch; the first size of every tensor is B."""
@@ -59,8 +62,9 @@ class Likelihood(nn.Module, ABC):
         if not isinstance(values, Tensor) or values.shape != (len(targets),):
             raise ShapeError(
                 f"A likelihood must return the log probability of each datum, shape ({len(targets)},), got "
-                f"{getattr(values, 'shape', values)}. Sum over the outputs of a datum, never over the batch "
-                '(reduction="none"), and return log probabilities, not losses.'
+                f"{getattr(values, 'shape', values)}. Sum over what belongs to one datum (outputs, tokens, pixels), as "
+                'in values.flatten(1).sum(1), never over the batch (reduction="none"), and return log probabilities, '
+                "not losses."
             )
         return values
 
@@ -100,7 +104,9 @@ class Classification(Likelihood):
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ShapeError(
                 "Classification needs outputs of shape (B, C), a logit for each of at least 2 classes, got "
-                f"{tuple(outputs.shape)}. For a yes-or-no question give the network two outputs."
+                f"{tuple(outputs.shape)}. For a yes-or-no question give the network two outputs; for tokens or pixels "
+                "pass a function that sums over them: lambda outputs, targets: -F.cross_entropy(outputs, targets, "
+                'reduction="none").flatten(1).sum(1), with outputs (B, C, ..) and targets (B, ..).'
             )
 
 

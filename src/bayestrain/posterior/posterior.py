@@ -58,8 +58,8 @@ class Posterior(ParticleModel):
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A
             network that torch.vmap cannot run, such as an LSTM, needs 1.
         options: arguments of the method (see `bayestrain.infer`): `clip`; `optimizer`, a function from named tensors,
-            default Adam at 1e-3; for "svgd" also `kernel`; for "sgld", instead of an optimiser, `lr`, `temperature`,
-            `memory` and `seed`.
+            default Adam at 1e-3, and 1e-2 for cores and the likelihood's parameters; for "svgd" also `kernel`; for
+            "sgld", instead of an optimiser, `lr`, `temperature`, `memory` and `seed`.
     """
 
     def __init__(
@@ -277,9 +277,12 @@ class Posterior(ParticleModel):
 
 
 def _adam(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    if (device := named[0][1].device).type != "cuda":
-        return torch.optim.Adam(named, lr=1e-3)
-    return torch.optim.Adam(named, lr=torch.tensor(1e-3, device=device), capturable=True)
+    captured = (device := named[0][1].device).type == "cuda"
+    groups: list[dict[str, Any]] = []
+    for lr, quick in ((1e-3, False), (1e-2, True)):
+        own = [(name, p) for name, p in named if quick == (".cores." in name or name.startswith("likelihood."))]
+        groups += [{"params": own, "lr": torch.tensor(lr, device=device) if captured else lr}] if own else []
+    return torch.optim.Adam(groups, capturable=captured)
 
 
 def independent(build: Callable[[], nn.Module], n: int, seed: int = 0) -> list[nn.Module]:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayestrain.errors import ConfigError, DecayWarning
+from bayestrain.errors import CollapseWarning, ConfigError, DecayWarning, check_counts
 from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE, FactorizedWeight
 from bayestrain.nn.fast import fast
-from bayestrain.nn.precision import own_precision
+from bayestrain.nn.precision import own_precision, traced, transformed
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior import density
 from bayestrain.prior.groups import Group, norm_of, total
 from bayestrain.prior.hold import layers_to_hold
+from bayestrain.prior.watch import MATTERS, Watch
 
 UPDATES = {"newton": density.newton_step, "gradient": density.gradient_step}
 
@@ -27,6 +28,9 @@ EARLY = 4
 
 POSITIVE = "must be positive", lambda x: 0 < x < math.inf
 NOT_NEGATIVE = "cannot be negative", lambda x: 0 <= x < math.inf
+
+WARMUP, LONGEST_WARMUP = 250, 1000
+"""Default steps of warm-up with as many entries of cores as terms of data, growing as the root of their ratio."""
 
 SMALL = 1 << 16
 """Tensors up to this size are joined before they are summed; copying larger ones would cost more than it saves."""
@@ -43,8 +47,9 @@ class NormalPrior:
 
     Args:
         model: the network. Only parameters that require a gradient now have a prior.
-        num_data: how many terms the loss is a mean over: training data, or all their outputs if it averages over
-            those, too, as `nn.MSELoss` and token losses do.
+        num_data: number of training data.
+        terms_per_datum: how many terms of each datum your loss averages over. 1 is for a loss that is a mean over data
+            only; a mean over tokens, pixels or outputs as well, as of `nn.MSELoss`, has as many as a datum has of them.
         variance: prior variance of every parameter.
         weight: 1 is Bayes; below 1 is a tempered posterior; may be changed at any time.
         warmup_steps: the weight rises linearly from 0 over this many calls of `step`.
@@ -55,15 +60,17 @@ class NormalPrior:
         model: nn.Module,
         num_data: int,
         *,
+        terms_per_datum: int = 1,
         variance: float = density.OTHER_VARIANCE,
         weight: float = 1.0,
         warmup_steps: int = 0,
     ) -> None:
         rule = "must be the number of training data, such as len(dataset), at least 1"
         _check(rule, lambda n: hasattr(n, "__index__") and n >= 1, num_data=num_data)
+        check_counts(terms_per_datum=terms_per_datum)
         _check(*POSITIVE, variance=variance)
         _check(*NOT_NEGATIVE, weight=weight, warmup_steps=warmup_steps)
-        self.model, self.num_data, self.variance = model, num_data, variance
+        self.model, self.num_data, self.terms_per_datum, self.variance = model, num_data, terms_per_datum, variance
         self.weight, self.warmup_steps, self.steps = weight, warmup_steps, 0
         self.weights: dict[str, FactorizedWeight] = {}
         """The weights that have a lambda, by the names of their layers; here none."""
@@ -75,6 +82,10 @@ class NormalPrior:
     def current_weight(self) -> float:
         """The weight that `loss` applies now, warm-up included."""
         return self.weight * min(1.0, self.steps / self.warmup_steps) if self.warmup_steps else self.weight
+
+    @property
+    def _terms(self) -> int:
+        return self.num_data * self.terms_per_datum
 
     @property
     def aligns_next(self) -> bool:
@@ -94,8 +105,8 @@ class NormalPrior:
         return total([*(group.log_prob(self.variance) for group in self.groups), others])
 
     def loss(self, weight: Tensor | float | None = None) -> Tensor:
-        """``-weight * log p / num_data``, for a loss that is a mean over data; `weight` replaces `current_weight`."""
-        return self.log_prob() * (-(self.current_weight if weight is None else weight) / self.num_data)
+        """``-weight * log p / terms``, for a loss that is a mean over all terms; `weight` replaces `current_weight`."""
+        return self.log_prob() * (-(self.current_weight if weight is None else weight) / self._terms)
 
     def step(self) -> None:
         """After the optimiser's step: hold the scales that are free, align if it is due, then move every lambda."""
@@ -138,13 +149,14 @@ class NormalPrior:
 
     def state_dict(self) -> dict[str, Any]:
         """What the prior itself must remember to resume; lambda is in the model's ``state_dict``."""
-        return {"steps": self.steps, "weight": self.weight}
+        return {"steps": self.steps, "weight": self.weight, "warmup_steps": self.warmup_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state_dict`."""
         steps, weight = int(state["steps"]), float(state["weight"])
-        _check(*NOT_NEGATIVE, steps=steps, weight=weight)
-        self.steps, self.weight = steps, weight
+        warmup = int(state.get("warmup_steps", self.warmup_steps))  # older states have none
+        _check(*NOT_NEGATIVE, steps=steps, weight=weight, warmup_steps=warmup)
+        self.steps, self.weight, self.warmup_steps = steps, weight, warmup
 
 
 class RankPrior(NormalPrior):
@@ -153,8 +165,12 @@ class RankPrior(NormalPrior):
     Used as `NormalPrior` is. Lambda is attached to the weights and saved in the model's ``state_dict``; a new prior on
     a loaded model continues with it. Freeze first what shall not train: a weight without a core that trains has none.
 
+    A `CollapseWarning` says so, once, if the prior erases a weight.
+
     Args:
         a, b: shape and rate of the Gamma prior on every lambda.
+        warmup_steps: None warms up the longer, the fewer data there are for the entries of the cores: 250 steps if as
+            many, at most 1000.
         update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
         floor: smallest lambda of a bond, relative to its largest.
         other_variance: prior variance of all parameters that are no cores, and of cores without bonds.
@@ -172,10 +188,11 @@ class RankPrior(NormalPrior):
         model: nn.Module,
         num_data: int,
         *,
+        terms_per_datum: int = 1,
         a: float = GAMMA_SHAPE,
         b: float = GAMMA_RATE,
         weight: float = 1.0,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
         update: str = "newton",
         floor: float = FLOOR,
         other_variance: float = density.OTHER_VARIANCE,
@@ -188,7 +205,10 @@ class RankPrior(NormalPrior):
         _check(f"must be one of {tuple(UPDATES)}", UPDATES.__contains__, update=update)
         _check("must lie between exp(-30) and exp(30)", lambda x: abs(math.log(x)) <= density.LIMIT, start=start)
         _check("is relative to the largest lambda and must lie in (0, 1)", lambda x: 0 < x < 1, floor=floor)
-        super().__init__(model, num_data, variance=other_variance, weight=weight, warmup_steps=warmup_steps)
+        super().__init__(
+            model, num_data, terms_per_datum=terms_per_datum, variance=other_variance, weight=weight,
+            warmup_steps=0 if warmup_steps is None else warmup_steps,
+        )  # fmt: skip
         self.align_every, self._move, self.weights = align_every, UPDATES[update], factorized_weights(model)
         if not self.weights:
             raise ConfigError("The model has no factorised weight. Call bayestrain.tensorize_(model) first.")
@@ -209,10 +229,45 @@ class RankPrior(NormalPrior):
             if name in self.held:
                 state.held_norm.copy_(torch.where(state.held_norm > 0, state.held_norm, norm_of(own).detach()))
         trained = {name: own for name, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
+        if warmup_steps is None:
+            starts = [(own, own.attach_rank_state().start) for own in trained.values()]  # also of a compacted model
+            shapes = [shape for own, ranks in starts for shape in own.equation.shapes(own.layout.sizes, ranks)]
+            ratio = sum(map(math.prod, shapes)) / self._terms
+            self.warmup_steps = round(min(WARMUP * math.sqrt(ratio), LONGEST_WARMUP))
         self._others = _places(model, (core for own in trained.values() for core in own.cores))
         group = getattr(fast(), "group", Group)(trained, self.held)  # None where perf would not be faster
         rest = {name: own for name, own in trained.items() if group is None or name not in group.weights}
         self.groups = [own for own in (group, Group(rest, self.held)) if own is not None and own.weights]
+        watched = (name for own in self.groups for name in own.trained if name not in self.held)
+        self._watch, self._warned = Watch({name: self.weights[name] for name in watched}, self._others), False
+
+    def step(self) -> None:
+        """As for every prior; of its first steps every tenth, and then every hundredth looks for vanished weights."""
+        aligned = self.aligns_next
+        super().step()
+        if self._warned or not self._watch.due(self.steps, aligned) or traced() or transformed():
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        matter = MATTERS * self._terms / self.current_weight if self.current_weight else math.inf
+        if lost := self._watch.look(self.steps, matter):
+            self._warned = True
+            warnings.warn(
+                f"The prior is erasing the weight of {', '.join(map(repr, lost))}: after {self.steps} steps hardly any "
+                f"of its norm is left. It counts {self.num_data} data with terms_per_datum={self.terms_per_datum}. If "
+                "the loss is a mean over outputs, tokens or pixels, too, set terms_per_datum to their number. If not, "
+                f"raise warmup_steps, now {self.warmup_steps}, or lower weight, now {self.weight:g}.",
+                CollapseWarning,
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "watch": self._watch.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        watch = self._watch.restored(state["watch"]) if "watch" in state else self._watch  # older ones have none
+        super().load_state_dict(state)
+        self._watch = watch
 
 
 def _places(model: nn.Module, without: Iterable[Tensor]) -> list[tuple[nn.Module, str]]:

@@ -115,7 +115,7 @@ class PriorConfig(Section, title="prior"):
     a: float = setting("shape of the Gamma prior on lambda", 1.0, above=0)
     b: float = setting("rate of the Gamma prior on lambda", 5.0, above=0)
     weight: float = setting("weight of the prior; 1 is Bayes, less keeps more ranks", 1.0, at_least=0)
-    warmup_epochs: float = setting("epochs over which it rises from 0; -1: a quarter of fit.epochs", -1.0, at_least=-1)
+    warmup_epochs: float = setting("epochs over which it rises from 0; -1: up to a quarter of all", -1.0, at_least=-1)
     update: str = setting("how lambda is updated", "newton", choices=("newton", "gradient"))
     floor: float = setting("smallest lambda of a bond, relative to its largest", 1e-3, above=0, below=1)
     other_variance: float = setting("prior variance of biases and of dense layers", 100.0, above=0)

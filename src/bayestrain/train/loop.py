@@ -3,6 +3,7 @@
 import math
 import random
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayestrain.errors import Interrupted, TrainingError
+from bayestrain.errors import CollapseWarning, Interrupted, TrainingError
 from bayestrain.files import reading
 from bayestrain.nn import count_parameters, dense_parameters
 from bayestrain.train.batches import Batches
@@ -22,6 +23,9 @@ from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
 LOOK_EVERY = 50  # steps between progress reports, and between checks of the losses on a GPU, which wait for the device
+LEARNED, FORGOTTEN = 0.1, 0.9
+"""By how much per datum the likelihood loss falls if anything was learned, and which fraction of it is far too much."""
+
 SETTLING = 2**14  # training inputs with which batch norm's statistics of particles are estimated at the end
 
 
@@ -39,6 +43,7 @@ class Loop:
         self.search = Search(subject, self.config, self.notify)
         self.epoch, self.seconds, self.rate = 0, 0.0, 0.0
         self.history: list[dict[str, Any]] = []
+        self.forgotten = False  # whether the prior was reported to have undone the training
         self.saved: int | None = None  # the epoch of the last checkpoint
         self.epochs = self.config.epochs + self.config.finetune_epochs
         self.rates = [float(group["lr"]) / self.config.lr for group in subject.optimizer.param_groups]
@@ -136,12 +141,31 @@ class Loop:
             **means, "validation": self.subject.measure(self.validation), **self.subject.describe(),
         }  # fmt: skip
         self.history.append(record)
+        self._check_fit()
         if self.folder is not None:
             self.folder.write_history(self.history)
             if self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every:
                 self.folder.save_checkpoint(self.state())
                 self.saved = self.epoch
         self.notify("epoch", record)
+
+    def _check_fit(self) -> None:
+        """Warn, once, if the prior took away what had been learned before: norms that are held do not show it."""
+        prior, rows = self.subject.prior, [row for row in self.history if row["train_loss"] is not None]
+        early = [row["train_loss"] for row in rows if prior and row["prior_weight"] < prior.weight / 2]
+        if self.forgotten or not early or not self.search.running or self.config.targets:
+            return
+        first, best, now = rows[0]["train_loss"], min(early), rows[-1]["train_loss"]
+        if first - best > LEARNED and now - best > FORGOTTEN * (first - best):
+            self.forgotten = True
+            warnings.warn(
+                f"The prior undoes the training: at epoch {self.epoch} the likelihood loss is {now:.4g}, after "
+                f"{best:.4g} before the prior took effect and {first:.4g} at first. Does the likelihood sum over "
+                "the outputs of a datum, instead of averaging? If so, try a smaller weight of the prior, or longer "
+                "warmup_epochs.",
+                CollapseWarning,
+                stacklevel=2,
+            )
 
     def _diverged(self, where: str, what: str) -> TrainingError:
         advice = "Try a smaller lr, clip_norm=1, or a longer warmup_epochs of the prior."

@@ -27,6 +27,9 @@ from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
 
+LONGEST_WARMUP = 20
+"""Epochs without the full prior, in which a network overfits few data and then trusts in noise that is too small."""
+
 TAUGHT = 0.5
 """The share of a teacher in the likelihood loss; the labels have the rest."""
 
@@ -66,8 +69,12 @@ class Setup:
             return NormalPrior(model, self.num_data, variance=prior.other_variance, weight=prior.weight)
         options = {**vars(prior), "hold_scale": "auto" if prior.hold_scale else ()}
         epochs = options.pop("warmup_epochs")
-        warmup = round((config.epochs / 4 if epochs < 0 else epochs) * self.steps)
-        return RankPrior(model, self.num_data, warmup_steps=warmup, **options)
+        warmup = None if epochs < 0 else round(epochs * self.steps)
+        found = RankPrior(model, self.num_data, warmup_steps=warmup, **options)
+        if epochs < 0:
+            longest = max(found.warmup_steps, LONGEST_WARMUP * self.steps)
+            found.warmup_steps = min(round(config.epochs / 4 * self.steps), longest)
+        return found
 
 
 class Network:

@@ -1,0 +1,77 @@
+"""`Watch` notices when a prior erases weights instead of pruning their ranks."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bayestrain.nn.factorized import FactorizedWeight
+from bayestrain.prior.groups import norm_of
+
+EARLY = 100
+"""Steps at first with many looks. What a look costs is that a GPU is waited for."""
+
+VANISHED = 1 / 3
+"""The share of a norm that early is left only if a prior erases; pruning goes on for longer, so later it is smaller."""
+
+MATTERS = 0.2
+"""A prior with fewer entries of a weight than this per term of the data cannot have erased it."""
+
+
+class Watch:
+    """The norms of weights, relative to those at the start of the prior.
+
+    The scale that one weight loses and another one gains is not lost: layers around a ReLU exchange it freely. So a
+    share is multiplied with all that others have gained, of which the dense ones in `places` are only watched for that.
+    """
+
+    def __init__(self, weights: Mapping[str, FactorizedWeight], places: Sequence[tuple[nn.Module, str]]) -> None:
+        self.weights, self.places = dict(weights), [(m, n) for m, n in places if _is_matrix(m._parameters[n])]
+        self.ranks = [own.ranks for own in weights.values()]
+        """At the last look: what a cut took away is no loss."""
+        self.start = self._norms()
+        self.shares = [1.0] * len(self.start)
+
+    @torch.no_grad()
+    def _norms(self) -> list[float]:
+        own: list[Any] = [module._parameters[name] for module, name in self.places]
+        norms: list[Tensor] = [*map(norm_of, self.weights.values()), *(p.norm() for p in own)]
+        if not norms or norms[0].is_meta:
+            return []
+        found: list[float] = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()
+        return found
+
+    @staticmethod
+    def due(steps: int, aligned: bool) -> bool:
+        """Whether to look after so many steps; those that align are never captured in a CUDA graph."""
+        return aligned or steps % (EARLY // 10 if steps <= EARLY else EARLY) == 0
+
+    def look(self, steps: int, entries_matter: float) -> list[str]:
+        """The weights that have vanished after so many steps, of those with at least so many entries."""
+        now, ranks = self._norms(), [own.ranks for own in self.weights.values()]
+        for i, before in enumerate(self.ranks):
+            if self.start and ranks[i] != before:
+                self.start[i] = now[i] / max(self.shares[i], 1e-30)
+        self.ranks, self.start = ranks, self.start or now  # which may have been on the meta device
+        self.shares = [size / start if start > 0 else 1.0 for size, start in zip(now, self.start, strict=True)]
+        gained, limit = math.prod(max(share, 1.0) for share in self.shares), VANISHED * min(1.0, EARLY / steps)
+        found = zip(self.weights.items(), self.shares, strict=False)
+        return [name for (name, own), share in found if share * gained < limit and own.numel >= entries_matter]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next look depends on."""
+        return {"start": list(self.start), "shares": list(self.shares), "ranks": list(self.ranks)}
+
+    def restored(self, state: Mapping[str, Any]) -> Self:
+        """A watch of the same weights that continues from a `state_dict`."""
+        found = copy.copy(self)
+        found.start, found.shares = (list(map(float, state[name])) for name in ("start", "shares"))
+        found.ranks = [tuple(own) for own in state["ranks"]]
+        return found
+
+
+def _is_matrix(parameter: Tensor | None) -> bool:
+    return parameter is not None and not nn.parameter.is_lazy(parameter) and parameter.ndim > 1
