@@ -241,10 +241,10 @@ class RankPrior(NormalPrior):
         watched = (name for own in self.groups for name in own.trained if name not in self.held)
         self._watch, self._warned = Watch({name: self.weights[name] for name in watched}, self._others), False
 
-    def step(self) -> None:
-        """As for every prior; of its first steps every tenth, and then every hundredth looks for vanished weights."""
+    def hold_(self) -> None:
+        """As for every prior; of the first steps every tenth, and then every hundredth looks for vanished weights."""
         aligned = self.aligns_next
-        super().step()
+        super().hold_()
         if self._warned or not self._watch.due(self.steps, aligned) or traced() or transformed():
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -258,7 +258,7 @@ class RankPrior(NormalPrior):
                 "the loss is a mean over outputs, tokens or pixels, too, set terms_per_datum to their number. If not, "
                 f"raise warmup_steps, now {self.warmup_steps}, or lower weight, now {self.weight:g}.",
                 CollapseWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def state_dict(self) -> dict[str, Any]:
