@@ -58,11 +58,11 @@ def build(name: str) -> "nn.Module":
     """The network that a function builds, or that a folder of transformers holds."""
     if Path(name).is_dir():
         try:
-            from transformers import AutoModel, AutoModelForCausalLM  # type: ignore[import-not-found]
+            from transformers import AutoModel, AutoModelForCausalLM
         except ImportError:
             raise ConfigError(f"To read the folder {name}, install transformers: pip install transformers") from None
         try:
-            return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
+            return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)
         except ValueError:  # not a language model
             return AutoModel.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
     from torch import nn
