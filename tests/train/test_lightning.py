@@ -124,7 +124,7 @@ def test_what_it_cannot_do_is_refused_before_the_first_step(tmp_path: Path) -> N
         def training_step(self, *_: Any) -> Any:
             return None
 
-    with pytest.raises(ConfigError, match=r"manual optimisation call prior"):
+    with pytest.raises(ConfigError, match="manual optimisation call prior"):
         trainer(tmp_path, callback()).fit(Manual(), loader(2))
     with pytest.raises(ConfigError, match=r"no setting 'compact_evry'\. Did you mean"):
         callback(compact_evry=1)

@@ -1,6 +1,5 @@
 """Running averages of weights, such as an EMA: cores cannot be averaged across a cut."""
 
-from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
@@ -16,39 +15,29 @@ from bayestrain.nn.factorized import FactorizedWeight
 def restart_average_(averaged: nn.Module, model: nn.Module) -> None:
     """Start the average of every factorised weight again, from the model's; that of all else continues.
 
-    Call it after `compact_`, and after a step in which the prior aligned rank indices: both turn the cores, and the
-    mean of cores that are turned differently is no average of the weights.
-
-    Args:
-        averaged: an `AveragedModel`, or any copy of the model that holds averages.
-        model: the model that was cut.
+    Call it with an `AveragedModel`, or any copy of the model that holds averages, after `compact_` and after a step of
+    the prior that aligns rank indices: the mean of cores that are turned differently is no average of the weights.
     """
     old, new = ([m for m in one.modules() if isinstance(m, FactorizedWeight)] for one in (averaged, model))
     if [(weight.format, weight.layout) for weight in old] != [(weight.format, weight.layout) for weight in new]:
         raise ConfigError("The average is of another network: its factorised weights are not those of the model.")
     for own, weight in zip(old, new, strict=True):
-        own.set_cores([core.detach() for core in weight.cores])
         own.rank_state = None
-        if weight.rank_state is not None:
-            state = own.attach_rank_state()
-            state.start = weight.rank_state.start
-            for name, value in weight.rank_state.named_buffers():
-                setattr(state, name, value.to(own.cores[0].device, copy=True))
+        own.load_state_dict({name: value.to(own.cores[0].device) for name, value in weight.state_dict().items()})
 
 
 @cache
 def refuse_other_shapes() -> None:
     """Let `AveragedModel` say what to do when its model was cut, instead of that shapes do not match."""
-    update: Callable[..., None] = AveragedModel.update_parameters
+    update: Any = AveragedModel.update_parameters
 
     @wraps(update)
     def update_parameters(self: Any, model: nn.Module) -> None:
         for (name, own), new in zip(self.module.named_parameters(), model.parameters(), strict=False):
             if own.shape != new.shape and "cores." in name:
                 raise ConfigError(
-                    f"The model was cut, and its average was not: {name} has the shape {tuple(new.shape)} now, its "
-                    f"average {tuple(own.shape)}. Call bayestrain.compact.restart_average_(averaged, model) after "
-                    "compact_, or start averaging after the last cut."
+                    f"{name} has the shape {tuple(new.shape)} since the last cut, its average {tuple(own.shape)}. Call "
+                    "bayestrain.compact.restart_average_(averaged, model), or start averaging after the last cut."
                 )
         update(self, model)
 

@@ -9,15 +9,13 @@ from torch import nn
 
 from bayestrain.compact import CompactReport, restart_average_
 from bayestrain.errors import ConfigError
-from bayestrain.nn import factorized_weights
+from bayestrain.nn import factorized_weights, ranks
 from bayestrain.prior import NormalPrior, check_weight_decay
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, nearest
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
-SETTINGS = (
-    "compact_every", "compact_from", "compact_tol", "rule", "round_tol", "target_ratio", "target_parameters"
-)  # fmt: skip
+SETTINGS = ("compact_every", "compact_from", "compact_tol", "rule", "round_tol", "target_ratio", "target_parameters")
 """The settings of `FitConfig` that concern the search."""
 
 
@@ -33,8 +31,7 @@ class Guest(Network):
 class RankSearch:
     """The prior's loss and step, the cuts and the final cut, for a loop that says where it is.
 
-    Lambda is in the network's own ``state_dict``. So a checkpoint of any kind has what resuming needs: one without
-    lambda is from after the search.
+    Lambda is in the network's ``state_dict``, so any checkpoint resumes; one without it is from after the search.
     """
 
     def __init__(
@@ -50,26 +47,25 @@ class RankSearch:
 
     def start(self, model: nn.Module, optimizers: Sequence[Any], steps: int, steps_per_epoch: float) -> None:
         """Before the first step of a run, of which `steps` were taken before it was interrupted."""
-        weights = factorized_weights(model).values()
+        self.model, weights = model, factorized_weights(model).values()
         if steps and all(weight.rank_state is None for weight in weights):
             return
         if not math.isfinite(steps_per_epoch):
             raise ConfigError("The length of an epoch must be known. Use data with a length, or limit the batches.")
         cores = {core for weight in weights for core in weight.cores}
-        plain = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        held = [each for each in plain if any(p in cores for group in each.param_groups for p in group["params"])]
+        plain = [getattr(each, "optimizer", each) for each in optimizers]  # without Accelerate's wrapper
+        held = [each for each in plain if cores & {p for group in each.param_groups for p in group["params"]}]
         if len(held) != 1:
             raise ConfigError(f"One optimiser must hold the cores of all factorised weights, {len(held)} do.")
-        device = next(model.parameters()).device
-        how = PosteriorConfig(), self.num_data, round(steps_per_epoch), None, 0, device
+        how = PosteriorConfig(), self.num_data, round(steps_per_epoch), None, 0, next(iter(cores)).device
         prior = Setup(self.config, self.prior, *how).make_prior(model)
-        assert prior is not None
         check_weight_decay(held[0], model)
-        prior.steps, self.model = steps, model
         self.search = Search(Guest(model, held[0], prior), self.config, self._told)
-        small = sum(weight.numel for weight in weights)
-        shapes = (w.equation.shapes(w.layout.sizes, w.rank_state.start) for w in weights if w.rank_state)
-        self.search.start += sum(math.prod(shape) for each in shapes for shape in each) - small
+        if prior is not None:
+            prior.steps = steps
+        for weight in weights:  # a target is approached from the size of the start
+            shapes = weight.equation.shapes(weight.layout.sizes, weight.attach_rank_state().start)
+            self.search.start += sum(map(math.prod, shapes)) - weight.numel
 
     @property
     def running(self) -> NormalPrior | None:
@@ -77,30 +73,27 @@ class RankSearch:
         return self.search.subject.prior if self.search is not None else None
 
     def epoch(self, epoch: int) -> bool:
-        """Before each epoch, and with the number of all of them after the last: cut if it is time; whether ranks fell.
-
-        Steps are taken at fixed ranks after the final cut."""
-        if self.search is None or not self.search.running:
-            return False
-        before = [weight.ranks for weight in factorized_weights(self.model).values()]
-        self.search.cut(epoch, {})
-        self._restart_averages()
-        return before != [weight.ranks for weight in factorized_weights(self.model).values()]
+        """Before each epoch: cut if it is time; whether ranks fell."""
+        before = ranks(self.model)
+        if self.search is not None and self.search.running:
+            self.search.cut(epoch, {})
+            self._restart_averages()
+        return before != ranks(self.model)
 
     def finish(self) -> None:
-        """After training: the final cut if it is still to come. What is left of lambda is removed."""
+        """After training: the final cut, if it is still to come."""
         self.epoch(self.config.epochs)
-        for weight in factorized_weights(self.model).values() if self.search else ():
-            weight.rank_state = None  # loaded with the best checkpoint
+        for weight in factorized_weights(self.model).values():
+            weight.rank_state = None  # perhaps loaded with the best checkpoint
 
     def before_step(self) -> None:
         """After the last backward pass: add the gradient of the prior's loss, which is thus there once per step."""
         if self.running is not None:
             own = [p for p in self.model.parameters() if p.requires_grad]
             found = torch.autograd.grad(self.running.loss(), own, allow_unused=True)
-            for parameter, gradient in zip(own, found, strict=True):
+            for p, gradient in zip(own, found, strict=True):
                 if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
     def after_step(self) -> None:
         """After the optimiser's step."""
