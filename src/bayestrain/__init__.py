@@ -7,6 +7,8 @@ torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bayestrain.hub import watch
+
 if TYPE_CHECKING:  # for type checkers and editors
     from bayestrain import formats as formats
     from bayestrain import infer as infer
@@ -31,6 +33,8 @@ if TYPE_CHECKING:  # for type checkers and editors
 
 __version__ = "0.2.0"
 
+watch()  # models of transformers save and load with their own methods
+
 _PUBLIC = {
     "compact": ("compact_",),
     "compress": ("compress_",),
@@ -52,7 +56,7 @@ _PUBLIC = {
     "train": ("fit",),
 }
 _HOMES = {name: room for room, names in _PUBLIC.items() for name in names}
-_ROOMS = (*_PUBLIC, "app", "errors", "formats", "infer", "perf")
+_ROOMS = (*_PUBLIC, "app", "errors", "formats", "hub", "infer", "perf")
 
 __all__ = sorted([*_HOMES, "formats", "infer"])
 

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from bayestrain.card import HEAD, card
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
 from bayestrain.files import checksum, reading, write_atomically
 from bayestrain.formats import get
@@ -27,7 +28,7 @@ from bayestrain.nn.sizes import count_parameters, dense_parameters, layer_name
 from bayestrain.posterior import Classification, Joint, Likelihood, ParticleModel, Regression
 
 VERSION = 2
-WEIGHTS, PARTICLES, DESCRIPTION = "model.safetensors", "posterior.safetensors", "model.json"
+WEIGHTS, PARTICLES, DESCRIPTION, CARD = "model.safetensors", "posterior.safetensors", "model.json", "README.md"
 LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64
 """Bounds on what is read: bytes of the JSON, and the number of sizes in one list."""
 
@@ -36,6 +37,8 @@ LAYOUT = ("shape", "axes", "splits", "modes")
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
     """Write a model or a posterior into a folder, which is created if necessary; ``model.json`` includes `about`.
+
+    A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays.
 
     Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
@@ -82,6 +85,9 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
     write_atomically(folder / DESCRIPTION, text)
+    if not (readme := folder / CARD).exists() or readme.read_bytes().startswith(HEAD.encode()):
+        ranks = {name: weight.ranks for name, weight in module.named_modules() if name in own["weights"]}
+        write_atomically(readme, card({**(about or {}), **own}, ranks))
 
 
 def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None) -> Any:

@@ -1,6 +1,6 @@
 """Plain-text tables and sizes, so that every report reads well when printed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 1) -> str:
@@ -12,6 +12,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left_column
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def times(sizes: Sequence[int]) -> str:
+def times(sizes: Iterable[int]) -> str:
     """(28, 28) -> "28x28"."""
     return "x".join(map(str, sizes))

@@ -38,7 +38,7 @@ def test_a_compacted_model_of_any_format_comes_back(tmp_path: Path, format: Form
     model = trained(format=format, layout=layout)
     save(model, str(tmp_path / "new" / "folder"), {"note": "mine"})
     folder = tmp_path / "new" / "folder"
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "model.json"}
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "model.json", "README.md"}
     x = torch.randn(4, 3, 9, 9)
     for path in (folder, folder / "model.json", str(folder / "model.safetensors")):
         again = load(path, dense())

@@ -1,9 +1,11 @@
 """Compaction: ranks that do not matter are cut, to a tolerance or to a parameter budget, in a network or n particles.
 
 `rules` cut one weight and find ranks for a number of parameters, `weights` holds what is cut (particles of a network,
-of which a plain model is one), `optimizers` slices or restarts the optimiser's state.
+of which a plain model is one), `optimizers` slices or restarts the optimiser's state,
+`averages` restarts those of the weights.
 """
 
+from bayestrain.compact.averages import restart_average_
 from bayestrain.compact.compaction import RULES, CompactedLayer, CompactReport, compact_
 
-__all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_"]
+__all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_", "restart_average_"]

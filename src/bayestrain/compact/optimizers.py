@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bayestrain.compact.averages import refuse_other_shapes
 from bayestrain.errors import ConfigError
 
 _earlier_shapes: Any = WeakTensorKeyDictionary()
@@ -25,6 +26,8 @@ def carry_state_(
     An optimiser not given here that has state of the old shape refuses its next step: a fused one would read too far.
     """
     _register_once(_refuse_old_state)
+    refuse_other_shapes()
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
     _earlier_shapes.setdefault(parameter, []).append(before)
     if optimizer is None or not (known := optimizer.state.pop(parameter, {})):
         return

@@ -82,6 +82,8 @@ def train_run(
             "from_run": note, "status": "finished",
         }  # fmt: skip
         about: dict[str, Any] = {"model": config.run.model, "data": config.run.data, "name": config.run.name}
+        figures = result["metrics"] or {}  # for the model card
+        about["metrics"] = {key: v for key, v in figures.items() if isinstance(v, float) and math.isfinite(v)}
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
         else:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,15 +41,8 @@ def predict(
       bayestrain predict runs/digits-seed0 seven.png
       bayestrain predict first new.csv --json
     """
-    result = finished(folder).result
-    x, labels = read_inputs(inputs, result, invert)
-    from bayestrain.train.run import load_run
-
-    prediction: Any = load_run(folder, device=resolve_device(device)).predict(x)
-    particles = result["posterior"].get("particles", 1)
-    if particles == 1 and result["calibrated"]:
-        prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
-    rows = [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
+    ask, _, particles = predictor(folder, device)
+    rows = ask(inputs, invert)
     if as_json:
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
@@ -57,12 +51,29 @@ def predict(
     print(text_table(header, [[row.get(key, "") for key in header] for row in cells], left_columns=len(header)))
 
 
+def predictor(folder: Path, device: str) -> tuple[Callable[[list[Path], bool | None], list[Json]], Json, int]:
+    """What predicts for files with a run's network, which any threads may call; the run's result and its particles."""
+    result = finished(folder).result
+    if not result.get("input_shape"):
+        raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
+    from bayestrain.train.run import load_run
+
+    model, particles = load_run(folder, device=resolve_device(device)), result["posterior"].get("particles", 1)
+
+    def ask(inputs: list[Path], invert: bool | None) -> list[Json]:
+        x, labels = read_inputs(inputs, result, invert)
+        prediction: Any = model.predict(x)
+        if particles == 1 and result["calibrated"]:
+            prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
+        return [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
+
+    return ask, result, particles
+
+
 def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["Tensor", list[dict[str, str]]]:
     """All inputs as one batch, and for each its name and what was changed in a picture."""
     import torch
 
-    if not result.get("input_shape"):
-        raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
     shape, parts, labels = tuple(result["input_shape"]), [], []
     for path in paths:
         changes: list[str] = []

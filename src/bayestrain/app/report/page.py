@@ -38,7 +38,7 @@ def write_report(folder: Path | str) -> Path:
             Section(title="Training", plots=figures.curves(run, "Log likelihood", "Prior", "Accuracy", "RMSE")),
             _certainty(run),
         ]
-        page = _render(
+        page = render(
             "run.html.j2", title=name, lead=_lead(run), tiles=tiles(run), advice=advice(run),
             sections=sections, command=environment.get("command"), environment=environment,
             config=settings.read_text(encoding="utf-8") if run.config else "",
@@ -74,13 +74,13 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
             ),
         ]
         title = f"{plural(len(runs), 'run')} compared"
-        page = _render("base.html.j2", title=title, lead=best, links=links, sections=sections)
+        page = render("base.html.j2", title=title, lead=best, links=links, sections=sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)
     return path
 
 
-def _render(template: str, **context: Any) -> str:
+def render(template: str, **context: Any) -> str:
     """Fill a template; everything that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("bayestrain.app.report")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)

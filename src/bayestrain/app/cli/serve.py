@@ -1,0 +1,129 @@
+"""`bayestrain serve`: predictions with their uncertainty over HTTP, and a page to try them on."""
+
+import io
+import json
+import socket
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from bayestrain.app.cli.predict import predictor
+from bayestrain.app.cli.runs import Device, Finished
+from bayestrain.errors import BayesTrainError, ConfigError, DataError
+from bayestrain.tables import times
+
+LARGEST = 8 << 20
+"""Bytes of a request's body."""
+
+KINDS = {"application/json": ".npy", "text/csv": ".csv", "image/": ".picture"}
+"""What a body may be, and the kind of file that it is read as."""
+
+
+def serve(
+    folder: Finished,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 serves other machines, too.")] = "127.0.0.1",
+    device: Device = "auto",
+) -> None:
+    """Serve a run's predictions: a page, POST /predict and GET /health. Needs pip install 'bayestrain[serve]'.
+
+    A run names the function that builds its network, and that function is called: only use runs you trust.
+
+    \b
+    [bold]Example[/]
+      bayestrain serve runs/digits-seed0 --port 8000
+      curl --data-binary @seven.png -H "Content-Type: image/png" localhost:8000/predict
+    """
+    try:
+        import uvicorn
+
+        app = application(folder, device)
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn"):
+            raise
+        raise ConfigError(f"{error.name} is missing. Install it: pip install 'bayestrain[serve]'") from None
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from None
+    print(f"Serving {folder} on http://{host}:{listener.getsockname()[1]}. Ctrl-C stops it.", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
+
+
+def application(folder: Path, device: str) -> Any:
+    """The FastAPI application of a run."""
+    from fastapi import FastAPI, Request
+    from fastapi.concurrency import run_in_threadpool
+    from fastapi.responses import HTMLResponse, JSONResponse
+
+    from bayestrain.app.report.page import render
+
+    ask, result, particles = predictor(folder, device)
+    shape = result["input_shape"]
+    about = {"name": result["name"], "particles": particles, "input_shape": shape, "classes": result["classes"]}
+    lead = f"One input has the shape {times(shape)}; {particles} network{'s' * (particles > 1)}."
+    page = render("serve.html.j2", title=about["name"], lead=lead, picture=len(shape) == 3 and shape[0] in (1, 3))
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/", response_class=HTMLResponse)
+    def show() -> str:
+        return page
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        return {"status": "ok", **about}
+
+    @app.post("/predict")
+    async def predict(request: Request, invert: bool | None = None) -> Any:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        suffix = next((suffix for known, suffix in KINDS.items() if kind.startswith(known)), None)
+        if suffix is None:
+            return JSONResponse({"error": f"The content type must be one of {', '.join(KINDS)}*, got {kind!r}."}, 415)
+        body, size = bytearray(), 0
+        async for part in request.stream():
+            size += len(part)
+            if size > 8 * LARGEST:
+                break
+            if size <= LARGEST:  # the rest is read, or else the client may not see the answer, but not kept
+                body += part
+        if size > LARGEST:
+            reason = {"error": f"A body may have {LARGEST:,} bytes. Send less at a time."}
+            return JSONResponse(reason, 413, {"Connection": "close"})
+        return await run_in_threadpool(answer, bytes(body), suffix, invert)
+
+    def answer(body: bytes, suffix: str, invert: bool | None) -> Any:
+        with TemporaryDirectory() as place:
+            file = Path(place, f"input{suffix}")
+            try:
+                file.write_bytes(as_array(body) if suffix == ".npy" else body)
+                rows = ask([file], invert)
+            except (BayesTrainError, IndexError) as error:  # an index that a table does not have
+                reason = str(error).replace(str(file), "The input")
+                return JSONResponse({"error": reason}, 400 if isinstance(error, ConfigError) else 422)
+        return {"predictions": [{key: value for key, value in row.items() if key != "input"} for row in rows]}
+
+    return app
+
+
+def as_array(body: bytes) -> bytes:
+    """The rows of ``{"inputs": [[..], ..]}`` as the content of an .npy file."""
+    import numpy as np
+
+    try:
+        found = json.loads(body)
+        rows = found["inputs"] if isinstance(found, dict) and found.keys() == {"inputs"} else None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"The body is not JSON: {error}.") from None
+    if not isinstance(rows, list):
+        raise ConfigError('The body must be {"inputs": [[..], ..]}, with one list of numbers for each input.')
+    try:
+        array = np.array(rows)
+    except ValueError:
+        raise DataError("All inputs must be lists of the same length.") from None
+    if array.dtype.kind not in "biuf" or not array.size:
+        raise DataError("Inputs must be numbers, at least one input.")
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()

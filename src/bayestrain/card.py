@@ -1,0 +1,43 @@
+"""The model card that `save` writes: ``README.md`` in the format of the Hub, with what is known of the model."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from bayestrain.tables import times
+
+HEAD = "---\nlibrary_name: bayestrain\ntags:\n- compression\n- low-rank\n---\n"
+"""How our cards begin: a README that begins otherwise is left as it is."""
+
+
+def card(about: Mapping[str, Any], ranks: Mapping[str, Iterable[int]]) -> str:
+    """The card of a model that `about` describes as ``model.json`` does; `ranks` are those of its weights."""
+    size, what = about["parameters"], "A network"
+    if about["kind"] == "posterior":
+        what = f"A posterior of {about['particles']} networks, each"
+    ratio = about["dense_parameters"] / max(size, 1)
+    parts = [HEAD, f"# {_plain(about.get('name', 'A compact network'))}\n"]
+    parts += [f"{what} with {size:,} parameters, {ratio:.3g} times fewer than with dense layers.\n"]
+    parts += [f"{key.capitalize()}: {_plain(about[key])}\n" for key in ("data", "classes") if about.get(key)]
+    if "temperature" in (likelihood := about.get("likelihood") or {}):
+        parts += [f"Its probabilities are calibrated with the temperature {likelihood['temperature']:.4g}.\n"]
+    if metrics := about.get("metrics"):
+        rows = [(key.replace("_", " "), f"{value:.4g}") for key, value in metrics.items()]
+        parts += ["## Figures on the test data\n", _table([("figure", "value"), *rows])]
+    if weights := about["weights"].items():
+        shapes = [(path, each["format"], times(each["layout"]["shape"]), times(ranks[path])) for path, each in weights]
+        parts += ["## Ranks\n", _table([("weight", "format", "shape", "ranks"), *shapes])]
+    build = f"build())  # {_plain(about['model'])}" if "model" in about else "build())  # the network as it was built"
+    code = f'import bayestrain as bt\n\nmodel = bt.load("FOLDER", into={build}'
+    return "\n".join([*parts, f"## Load\n\n```python\n{code}\n```\n"])
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    lines = [[_plain(cell) for cell in row] for row in rows]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _plain(value: object) -> str:
+    """On one line, without what Markdown takes for the end of a cell or for HTML."""
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

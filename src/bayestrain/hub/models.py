@@ -1,0 +1,164 @@
+"""``save_pretrained`` and ``from_pretrained`` of `transformers` for models with factorised layers.
+
+``config.json`` describes the weights as a quantisation method, which `transformers` asks for the layers to load into.
+It also names a file of weights that only this module corrects: without it, loading ends in an error instead of random
+dense layers, since the library skips methods that it does not know.
+"""
+
+import json
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from bayestrain.errors import ConfigError, ConversionError, DataError
+from bayestrain.formats import get
+from bayestrain.io import LAYOUT, _built, _sizes
+from bayestrain.nn.convert import install
+from bayestrain.nn.factorized import FactorizedWeight
+from bayestrain.nn.layer import TensorLayer
+from bayestrain.nn.layout import Layout
+from bayestrain.nn.parameters import HOLDER
+
+METHOD, VERSION = "bayestrain", 1
+REFUSAL = "This model has factorised layers. Run `import bayestrain` before loading it: pip install bayestrain"
+
+
+@register_quantization_config(METHOD)
+class FactorizedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What ``config.json`` says about the factorised weights."""
+
+    def __init__(self, weights: Any = None, version: Any = None, **_: Any) -> None:
+        self.quant_method, self.version, self.weights = METHOD, version, weights
+
+
+@register_quantizer(METHOD)
+class FactorizedLoader(HfQuantizer):  # type: ignore[misc]
+    """Puts factorised layers in place before the weights are read, and leaves an ordinary model."""
+
+    requires_calibration = is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def update_attn_implementation(self, config: Any) -> Any:  # the first method that sees it
+        vars(config).pop("transformers_weights", None)
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        modules, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+        known, tensors = dict[str, Any](), dict[str, Any]()
+        try:
+            if self.quantization_config.version != VERSION:
+                raise ValueError(f"its version is {self.quantization_config.version!r}")
+            for path, about in self.quantization_config.weights.items():
+                names = (path, prefix + path, path.removeprefix(prefix))  # a head may have come or gone
+                name = next((name for name in names if name.partition(f".{HOLDER}")[0] in modules), None)
+                if name is not None:
+                    sizes = {key: _sizes(about["layout"][key]) for key in LAYOUT}
+                    layout = Layout(**sizes, name=str(about["layout"]["name"]))
+                    shapes = get(about["format"]).equation(layout.sizes).shapes(layout.sizes, _sizes(about["ranks"]))
+                    tensors |= {f"{name}.cores.{k}": torch.empty(s, device="meta") for k, s in enumerate(shapes)}
+                    known[name] = about | {"layout": layout}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"config.json describes no factorised weights of version {VERSION}: {error!r}.") from error
+        for target, source in model.all_tied_weights_keys.items():  # which the library does after loading only
+            owner, _, key = target.rpartition(".")
+            setattr(model.get_submodule(owner), key, model.get_parameter(source))
+        install(model, _built(Path("config.json"), {"weights": known}, model, tensors)[1])
+        for path in (path for path, about in known.items() if about.get("lambda")):
+            model.get_submodule(path).attach_rank_state()
+        tied = tie_(model)
+        model.all_tied_weights_keys = {t: source for t, source in model.all_tied_weights_keys.items() if t not in tied}
+
+        def drop(_: Any, state: dict[str, Any], *__: Any) -> None:
+            for name in tied & state.keys():
+                del state[name]
+
+        self.once = model.register_state_dict_post_hook(drop)  # the files have what layers share once
+
+    def postprocess_model(self, model: Any, **_: Any) -> None:
+        self.once.remove()
+        tie_(model)
+        for weight in factorized(model).values():
+            if weight.rank_state is not None:
+                weight.rank_state.start = tuple(weight.rank_state.start_ranks.tolist())
+        self.remove_quantization_config(model)
+
+
+def factorized(model: nn.Module) -> dict[str, FactorizedWeight]:
+    """The factorised weights by their own names."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, FactorizedWeight)}
+
+
+def tie_(model: Any) -> set[str]:
+    """Tell the library which tensors are tied, as its names are of dense tables; the names of factorised ones."""
+    tied = dict[str, str]()
+    for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
+        first, tied = dict[FactorizedWeight, str](), {}
+        for path, weight in part.named_modules(remove_duplicate=False):
+            if isinstance(weight, FactorizedWeight) and (source := first.setdefault(weight, path)) != path:
+                tied |= {f"{path}.{name}": f"{source}.{name}" for name in weight.state_dict()}
+        there = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+        kept = {target: source for target, source in part.all_tied_weights_keys.items() if {target, source} <= there}
+        part.all_tied_weights_keys = part._tied_weights_keys = kept | tied
+    return set(tied)
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The factorised weights of a model, as JSON holds them."""
+    return {
+        path: {
+            "format": weight.format.name, "equation": str(weight.equation), "ranks": weight.ranks,
+            "layout": {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)},
+            "lambda": weight.rank_state is not None,
+        }
+        for path, weight in factorized(model).items()
+    }  # fmt: skip
+
+
+save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings
+
+
+@wraps(save)
+def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    config, weights = self.config, describe(self)
+    if not weights:
+        return save(self, *args, **kwargs)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError("The model is quantised, too. Save it with bayestrain.save(model, folder) instead.")
+    tie_(self)
+
+    def save_config(folder: Any, **options: Any) -> None:
+        del vars(config)["save_pretrained"]
+        config.save_pretrained(folder, **options)
+        note = {"quantization_config": {"quant_method": METHOD, "version": VERSION, "weights": weights}}
+        content = json.loads((file := Path(folder, "config.json")).read_text(encoding="utf-8"))
+        content |= {**note, "transformers_weights": REFUSAL}
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    vars(config)["save_pretrained"] = save_config  # for this once: a description that stayed would soon be wrong
+    try:
+        return save(self, *args, **kwargs)
+    finally:
+        vars(config).pop("save_pretrained", None)
+
+
+@wraps(resize)
+def resize_token_embeddings(self: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+    tables = [self.get_input_embeddings(), self.get_output_embeddings()]
+    if (new_num_tokens or args or kwargs) and any(isinstance(table, TensorLayer) for table in tables):
+        raise ConversionError(
+            "The table of tokens is factorised and cannot be resized. Resize the embeddings of the dense model before "
+            "you convert it, or leave them dense with tensorize_(model, exclude=..)."
+        )
+    return resize(self, new_num_tokens, *args, **kwargs)
+
+
+PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings = save_pretrained, resize_token_embeddings
