@@ -127,10 +127,12 @@ def test_modules_keep_their_classes_modes_hooks_and_what_they_share() -> None:
     assert torch.equal(model(x), expected)
 
 
-def tied(symbols: int, **options: Any) -> nn.Sequential:
-    model = nn.Sequential(nn.Embedding(symbols, 32, **options), nn.Linear(32, symbols, bias=False))
-    model[1].weight = model[0].weight
-    return model
+def tied(symbols: int, rank: int, **options: Any) -> nn.Sequential:
+    format, shape = bt.formats.get("tt"), torch.Size((symbols, 32))
+    layout = bt.TensorLinear.fold(shape, format, "split", (32,), (symbols,))
+    weight = FactorizedWeight.random(format, layout, rank)
+    head = bt.TensorLinear.of(nn.Linear(32, symbols, bias=False), weight)
+    return nn.Sequential(bt.TensorEmbedding.of(nn.Embedding(symbols, 32, **options), weight), head)
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}], ids=["plain", "padding"])
@@ -138,8 +140,7 @@ def tied(symbols: int, **options: Any) -> nn.Sequential:
 def test_a_tied_embedding_and_head_share_their_tensors(
     options: dict[str, Any], symbols: int, rank: int, numbers: int
 ) -> None:
-    model = tied(symbols, **options)
-    bt.tensorize_(model, bt.TensorizeConfig(max_rank=rank, layout="split", init="svd"))
+    model = tied(symbols, rank, **options)
     plain, x = bt.to_plain(model), torch.tensor([[3, 0, symbols - 1, 3]])
     assert is_plain(plain)
     assert close(plain(x), model(x))
@@ -170,8 +171,7 @@ import torch
 
 
 def test_a_plain_model_is_read_where_bayestrain_is_not_installed(tmp_path: Path) -> None:
-    words = tied(300, padding_idx=3)
-    bt.tensorize_(words, bt.TensorizeConfig(max_rank=2, layout="split"))
+    words = tied(300, 2, padding_idx=3)
     paired = nn.Sequential(bt.TensorLinear(60, 42, max_rank=2), nn.ReLU(), bt.TensorLinear(42, 9, layout="split"))
     found = []
     for model, x in ((words, torch.randint(0, 300, (2, 5))), (paired, torch.randn(2, 60))):

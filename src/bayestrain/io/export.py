@@ -92,7 +92,8 @@ def export(
     rows, largest = {own[0] for own in axes if 0 in own}, sizes if format == "executorch" else {}
     other = {name: n - 1 if largest or name not in rows else 2 * n + 1 for name, n in sizes.items()}
     calls = [_resized(inputs, axes, spec, own) for own in (sizes, other, sizes | dict.fromkeys(rows, 1))]
-    network = plain(Mixture(model) if isinstance(model, ParticleModel) else model, smallest=True).cpu().eval()
+    network = Mixture(model) if isinstance(model, ParticleModel) else model
+    network = plain(network, smallest=True, folds=format == "onnx").cpu().eval()
     share_(network)
     try:
         expected = goal = [_outputs(model, *own) for own in calls]

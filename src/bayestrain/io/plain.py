@@ -43,8 +43,11 @@ def to_plain(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def plain(model: nn.Module, smallest: bool = False) -> nn.Module:
-    """`to_plain`; for `export` what stores the fewest numbers, in which some layers stay as they are."""
+def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.Module:
+    """`to_plain`; for `export` what stores the fewest numbers, in which some layers stay as they are.
+
+    For a runtime that `folds`, which multiplies weights by weights when it loads them, no product runs core by core.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Expected an nn.Module, got a {type(model).__name__}. Of a posterior, take particle(i).")
     if lazy := next((name for name, layer in model.named_modules() if is_lazy(layer)), None):
@@ -62,7 +65,7 @@ def plain(model: nn.Module, smallest: bool = False) -> nn.Module:
             users.setdefault(module.factorized, []).append(module)
     direct, replacements = _read_directly(root), dict[nn.Module, nn.Module]()
     for layers in users.values():
-        form = _form(layers, not direct.isdisjoint(layers), smallest)
+        form = _form(layers, not direct.isdisjoint(layers), smallest, folds)
         for layer in layers if form.tensors else ():
             replacements[layer] = _module(layer, form, len(layers) == 1).train(layer.training)
     replace_layers(root, replacements)
@@ -92,7 +95,7 @@ class _Form(NamedTuple):
     labels: tuple[tuple[str, ...], ...] = ()
 
 
-def _form(layers: Sequence[Any], whole: bool, smallest: bool) -> _Form:
+def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _Form:
     """The form of the weight that these layers share; `whole` if the dense one is read."""
     layer, kinds, like = layers[0], {type(own) for own in layers}, layers[0].cores[0]
     weight = copy.deepcopy(layer.factorized).cpu().double()
@@ -108,7 +111,7 @@ def _form(layers: Sequence[Any], whole: bool, smallest: bool) -> _Form:
             kernels = chains.kernels(weight, chain)
             if sum(own.numel() for own in kernels) <= limit:
                 return form(kernels, chain)
-        by_cores = kinds == {TensorLinear} and weight.numel < dense
+        by_cores = kinds == {TensorLinear} and weight.numel < dense and not folds
         if by_cores and (dense > limit if smallest else weight.operations(ROWS)[0] < ROWS * dense):
             cores, labels = zip(*weight.operands(), strict=True)
             return form(cores, None, labels)
