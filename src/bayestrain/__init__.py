@@ -15,8 +15,10 @@ if TYPE_CHECKING:  # for type checkers and editors
     from bayestrain.app import data as data
     from bayestrain.compact import compact_ as compact_
     from bayestrain.compress import compress_ as compress_
+    from bayestrain.io import export as export
     from bayestrain.io import load as load
     from bayestrain.io import save as save
+    from bayestrain.io import to_plain as to_plain
     from bayestrain.nn import TensorConv1d as TensorConv1d
     from bayestrain.nn import TensorConv2d as TensorConv2d
     from bayestrain.nn import TensorConv3d as TensorConv3d
@@ -38,7 +40,7 @@ watch()  # models of transformers save and load with their own methods
 _PUBLIC = {
     "compact": ("compact_",),
     "compress": ("compress_",),
-    "io": ("load", "save"),
+    "io": ("export", "load", "save", "to_plain"),
     "nn": (
         "TensorConv1d",
         "TensorConv2d",

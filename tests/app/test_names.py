@@ -9,7 +9,7 @@ import bayestrain as bt
 
 
 def test_the_public_names() -> None:
-    assert len(bt.__all__) == 19
+    assert len(bt.__all__) == 21
     assert bt.__all__ == sorted(bt.__all__)
     for name in bt.__all__:
         assert getattr(bt, name) is getattr(bt, name)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("paper/**/*.md"),
                 *ROOT.glob("results/**/*.md")])  # fmt: skip
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+HOW_TO = [ROOT / "docs" / "deploy.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -26,9 +27,13 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
-def test_tutorials_run(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [*TUTORIALS, *HOW_TO], ids=lambda path: path.stem)
+def test_tutorials_and_the_code_of_pages_run(script: Path, tmp_path: Path) -> None:
     """In an empty folder, with warnings as errors; their assertions hold. test_packaging runs the README's code."""
+    if script.suffix == ".md":
+        code = "\n".join(BLOCK.findall(script.read_text()))
+        script = tmp_path / "page.py"
+        script.write_text(code)
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     outside = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(script)]

@@ -1,6 +1,7 @@
 """Saved models come back as they were; damaged and hostile files are refused."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bayestrain import TensorizeConfig, TensorLinear, compact_, io, load, ranks, save, tensorize_
+from bayestrain import TensorizeConfig, TensorLinear, compact_, load, ranks, save, tensorize_
 from bayestrain.errors import ConfigError, DataError
 from bayestrain.files import write_atomically
 from bayestrain.formats import FORMATS, Format, TensorTrain
@@ -300,7 +301,7 @@ def test_an_interrupted_save_never_mixes_two_models(tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
         write_atomically(path, content)
 
-    monkeypatch.setattr(io, "write_atomically", killed)
+    monkeypatch.setattr(sys.modules["bayestrain.io.save"], "write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         save(trained(), tmp_path)
     with pytest.raises(DataError, match=r"model\.safetensors is damaged .*perhaps saving was interrupted"):

@@ -1,4 +1,4 @@
-"""Models of `transformers` save and load at their learned ranks by the library's own methods. Imports nothing heavy."""
+"""Files of `transformers`: its models save and load at their learned ranks by its own methods. Imports nothing heavy."""
 
 import importlib.util
 import sys

@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bayestrain.errors import ConfigError, ConversionError, DataError
 from bayestrain.formats import get
-from bayestrain.io import LAYOUT, _built, _sizes
+from bayestrain.io.save import LAYOUT, _built, _sizes
 from bayestrain.nn.convert import install
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import TensorLayer

@@ -122,6 +122,8 @@ class TensorEmbeddingBag(TensorEmbedding):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         index, rows = input.reshape(-1), self.rows(input.reshape(-1))
+        if traced() and input.ndim == 2:  # PyTorch's own bags would fix the size of the batch
+            return self._reduced(rows.unflatten(0, input.shape), input, per_sample_weights)
         place = torch.arange(index.shape[0], device=index.device)
         if self.padding_idx is not None:  # row 0 of those that are reduced is left out
             rows, place = F.pad(rows, (0, 0, 1, 0)), (place + 1).masked_fill(index == self.padding_idx, 0)
@@ -130,6 +132,15 @@ class TensorEmbeddingBag(TensorEmbedding):
             place.reshape(input.shape), rows, offsets, mode=self.mode, per_sample_weights=weights,
             include_last_offset=self.include_last_offset, padding_idx=None if self.padding_idx is None else 0,
         )  # fmt: skip
+
+    def _reduced(self, rows: Tensor, input: Tensor, weights: Tensor | None) -> Tensor:
+        """``(B, L, dim) -> (B, dim)``, by plain operations."""
+        used = torch.ones_like(input) if self.padding_idx is None else input != self.padding_idx
+        some = used.sum(1, keepdim=True)
+        if self.mode == "max":
+            return rows.masked_fill(used[..., None] == 0, -torch.inf).amax(1).masked_fill(some == 0, 0.0)
+        rows = (rows if weights is None else rows * weights[..., None]) * used[..., None]
+        return rows.sum(1) / (some.clamp_min(1) if self.mode == "mean" else 1)
 
 
 def mean_square(weight: Tensor) -> float | str:

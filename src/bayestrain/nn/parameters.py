@@ -44,7 +44,7 @@ def fold(
 def put_(module: nn.Module, weights: Mapping[str, FactorizedWeight]) -> None:
     """Replace parameters of a module, in place, by these weights."""
     known = getattr(module, HOLDER, None)
-    if known is not None and not hasattr(type(module), "factorized_names"):
+    if known is not None and not is_parametrised(module):
         raise ConversionError(f"{type(module).__name__} has an attribute {HOLDER!r} already. Leave it dense.")
     for name, weight in weights.items():
         weight.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
@@ -57,6 +57,24 @@ def put_(module: nn.Module, weights: Mapping[str, FactorizedWeight]) -> None:
     module.add_module(HOLDER, holder)
     if isinstance(module, nn.RNNBase):
         del module.__dict__["_flat_weights"]
+
+
+def take_(module: Any) -> nn.Module:
+    """Undo `put_`, in place: the module has its class and whole parameters again."""
+    names, holder = type(module).factorized_names, module._modules.pop(HOLDER)
+    module.__class__ = type(module).dense_kind
+    for name in names:
+        weight = holder.get_submodule(name)
+        trains = weight.cores[0].requires_grad
+        module.register_parameter(name, nn.Parameter(weight.dense().detach(), requires_grad=trains))
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+    return module  # type: ignore[no-any-return]
+
+
+def is_parametrised(module: nn.Module) -> bool:
+    """Whether parameters of this module are factorised."""
+    return hasattr(type(module), "factorized_names")
 
 
 @cache
@@ -78,16 +96,7 @@ def _kind(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
     def to_dense(self: Any) -> nn.Module:
         """The module with whole parameters, as it was before `tensorize_`."""
-        plain: Any = copy.deepcopy(self)
-        holder = plain._modules.pop(HOLDER)
-        plain.__class__ = base
-        for name in names:
-            weight = holder.get_submodule(name)
-            trains = weight.cores[0].requires_grad
-            plain.register_parameter(name, nn.Parameter(weight.dense().detach(), requires_grad=trains))
-        if isinstance(plain, nn.RNNBase):
-            plain._init_flat_weights()
-        return plain  # type: ignore[no-any-return]
+        return take_(copy.deepcopy(self))
 
     def read(self: Any) -> list[Any]:
         return [getattr(self, name, None) for name in self._flat_weights_names]

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from bayestrain import __version__
 from bayestrain.app.cli.compress import compress
+from bayestrain.app.cli.export import export
 from bayestrain.app.cli.predict import predict
 from bayestrain.app.cli.runs import evaluate, inspect, report
 from bayestrain.app.cli.serve import serve
@@ -142,7 +143,7 @@ def table(rows: int, with_target: bool) -> str:
     return "".join(",".join(line if with_target else line[:-1]) + "\n" for line in lines)
 
 
-for command in (train, compress, report, evaluate, inspect, predict, serve, init):
+for command in (train, compress, report, evaluate, inspect, predict, export, serve, init):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

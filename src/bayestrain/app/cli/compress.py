@@ -62,7 +62,7 @@ def build(name: str) -> "nn.Module":
         except ImportError:
             raise ConfigError(f"To read the folder {name}, install transformers: pip install transformers") from None
         try:
-            return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)
+            return AutoModelForCausalLM.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
         except ValueError:  # not a language model
             return AutoModel.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
     from bayestrain.train.run import built

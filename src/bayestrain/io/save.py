@@ -15,10 +15,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from bayestrain.card import HEAD, card
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
 from bayestrain.files import checksum, reading, write_atomically
 from bayestrain.formats import get
+from bayestrain.io.card import HEAD, card
 from bayestrain.nn.convert import Place, find_places, install
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import is_lazy
@@ -56,13 +56,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
             own["likelihood"] = {"kind": "regression", "noise": likelihood.noise}
         own["shared"] = sorted(tensors.keys() - stacked.keys())
         tensors |= stacked
-    parameters = dict(module.named_parameters())
-    for name, tensor in tensors.items():
-        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
-            raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
-        # A mask, which is a buffer, may be infinite.
-        if bool(tensor.isnan().any()) or (name in parameters and bool(tensor.isinf().any())):
-            raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
+    check_values(module, tensors)
     own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module), "weights": {}}
     for name, weight in module.named_modules():
         if isinstance(weight, FactorizedWeight):
@@ -151,6 +145,17 @@ def _sizes(value: object) -> Any:
     if type(value) is int and value >= 0:
         return value
     raise ValueError(f"{str(value)[:40]} is no size or short list of sizes")
+
+
+def check_values(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless a module's tensors, which may have another shape, are there and finite."""
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
+        # A mask, which is a buffer, may be infinite.
+        if bool(tensor.isnan().any()) or (name in parameters and bool(tensor.isinf().any())):
+            raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

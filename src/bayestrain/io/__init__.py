@@ -1,0 +1,11 @@
+"""Models that leave the process: saved folders, ordinary PyTorch modules, and files for other runtimes.
+
+`save` and `load` keep the factorised layers, `to_plain` replaces them by PyTorch's own, and `export` writes a network
+or a posterior for a runtime that knows nothing of BayesTrain.
+"""
+
+from bayestrain.io.export import ExportReport, export
+from bayestrain.io.plain import to_plain
+from bayestrain.io.save import load, save
+
+__all__ = ["ExportReport", "export", "load", "save", "to_plain"]

@@ -1,0 +1,213 @@
+"""`to_plain`: ordinary PyTorch modules in the place of factorised ones."""
+
+import copy
+import dis
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from string import ascii_letters
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from bayestrain.errors import ConfigError, ConversionError
+from bayestrain.formats import algebra
+from bayestrain.nn import chains
+from bayestrain.nn.conv import TensorConv
+from bayestrain.nn.convert import replace_layers
+from bayestrain.nn.embedding import TensorEmbedding, TensorEmbeddingBag
+from bayestrain.nn.factorized import FactorizedWeight
+from bayestrain.nn.layer import TensorLayer, is_lazy
+from bayestrain.nn.layout import Layout
+from bayestrain.nn.linear import TensorLinear
+from bayestrain.nn.parameters import is_parametrised, take_
+
+SLACK, ROWS = 1.1, 64
+"""How much larger than the cores the smallest form may be, and the batch that products core by core are planned for."""
+
+POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def to_plain(model: nn.Module) -> nn.Module:
+    """Return a new model of ordinary PyTorch modules with the same outputs; `model` stays as it is.
+
+    A linear layer becomes an `nn.Sequential` of thin `nn.Linear`, a convolution one of thin convolutions, and an
+    embedding an `nn.Embedding` and an `nn.Linear`, or each the dense layer where that is smaller or multiplies less. A
+    paired linear weight becomes a generated `torch.fx.GraphModule` of reshapes and products. Other modules have their
+    parameters whole. Shared weights stay shared, hooks and frozen parameters stay; lambda is left out.
+    """
+    return plain(model)
+
+
+@torch.no_grad()
+def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.Module:
+    """`to_plain`; for `export` what stores the fewest numbers, in which some layers stay as they are.
+
+    For a runtime that `folds`, which multiplies weights by weights when it loads them, no product runs core by core.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"Expected an nn.Module, got a {type(model).__name__}. Of a posterior, take particle(i).")
+    if lazy := next((name for name, layer in model.named_modules() if is_lazy(layer)), None):
+        raise ConfigError(f"Layer {lazy!r} is lazy and has no weights yet. Run one batch through the model first.")
+    root = nn.Module()
+    root.model = copy.deepcopy(model)
+    for module in list(root.modules()):
+        if isinstance(module, FactorizedWeight):
+            module.rank_state = None
+        elif is_parametrised(module) and not smallest:
+            take_(module)
+    users: dict[FactorizedWeight, list[TensorLayer]] = {}
+    for module in root.modules():
+        if isinstance(module, TensorLayer):
+            users.setdefault(module.factorized, []).append(module)
+    direct, replacements = _read_directly(root), dict[nn.Module, nn.Module]()
+    for layers in users.values():
+        form = _form(layers, not direct.isdisjoint(layers), smallest, folds)
+        for layer in layers if form.tensors else ():
+            replacements[layer] = _module(layer, form, len(layers) == 1).train(layer.training)
+    replace_layers(root, replacements)
+    for name, module in root.model.named_modules():
+        if not smallest and isinstance(module, FactorizedWeight):
+            raise ConversionError(f"No layer of BayesTrain's uses the weight {name!r}. Store its dense() instead.")
+    return root.model
+
+
+def _read_directly(root: nn.Module) -> set[Any]:
+    """The layers whose weight the forward pass of their parent reads, as attention does with its output projection."""
+    found: set[Any] = set()
+    for parent in root.modules():
+        kind = getattr(type(parent), "dense_kind", type(parent))
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None and not issubclass(kind, nn.TransformerEncoderLayer):  # which only does on its fast path
+            names = [str(own.argval) if own.opname == "LOAD_ATTR" else "" for own in dis.get_instructions(code)]
+            found.update(parent._modules.get(a) for a, b in pairwise(names) if b == "weight")
+    return found
+
+
+class _Form(NamedTuple):
+    """A weight as one dense tensor, thin kernels in the order in which they act, or cores; empty to keep the layer."""
+
+    tensors: tuple[nn.Parameter, ...] = ()
+    chain: chains.Chain | None = None
+    labels: tuple[tuple[str, ...], ...] = ()
+
+
+def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _Form:
+    """The form of the weight that these layers share; `whole` if the dense one is read."""
+    layer, kinds, like = layers[0], {type(own) for own in layers}, layers[0].cores[0]
+    weight = copy.deepcopy(layer.factorized).cpu().double()
+
+    def form(tensors: Sequence[Tensor], *others: Any) -> _Form:
+        return _Form(tuple(nn.Parameter(own.to(like).contiguous(), like.requires_grad) for own in tensors), *others)
+
+    axes, dense, limit = weight.layout.labels, math.prod(weight.shape), SLACK * weight.numel if smallest else math.inf
+    if not whole and (isinstance(layer, TensorConv) or kinds <= {TensorLinear, TensorEmbedding}):
+        positions = layer._positions() if len(axes) > 2 else (1, 1)
+        chain, _ = chains.cheapest(chains.network(weight), axes, weight.shape, positions)
+        if chain is not None and (len(axes) > 2 or chain.groups == 1):
+            kernels = chains.kernels(weight, chain)
+            if sum(own.numel() for own in kernels) <= limit:
+                return form(kernels, chain)
+        by_cores = kinds == {TensorLinear} and weight.numel < dense and not folds
+        if by_cores and (dense > limit if smallest else weight.operations(ROWS)[0] < ROWS * dense):
+            cores, labels = zip(*weight.operands(), strict=True)
+            return form(cores, None, labels)
+    # PyTorch's own bags do not export.
+    return _Form() if dense > limit or (smallest and TensorEmbeddingBag in kinds) else form([weight.dense()])
+
+
+def _module(layer: Any, form: _Form, alone: bool) -> nn.Module:
+    """The module that replaces a layer, with its weight in this form."""
+    if form.labels:
+        cores = {f"core_{k}": core for k, core in enumerate(form.tensors)}
+        return _generated(_core_by_core(layer.factorized.layout, form), **cores, bias=layer.bias)
+    if type(layer) is TensorEmbedding:
+        return _embedding(layer, form.tensors, alone)
+    if form.chain is not None:
+        return _thin(layer, form.tensors, form.chain)
+    made, (weight,) = layer.to_dense(), form.tensors
+    if layer.oriented(weight) is weight and not isinstance(layer, TensorEmbedding):
+        made.weight = weight  # which other layers may share
+    made.weight.requires_grad_(weight.requires_grad)
+    if layer.bias is not None:
+        made.bias = layer.bias
+    return made  # type: ignore[no-any-return]
+
+
+def _thin(layer: Any, kernels: Sequence[nn.Parameter], chain: chains.Chain) -> nn.Sequential:
+    """Linear layers or convolutions with these kernels, one after the other."""
+    found = []
+    for place, kernel in enumerate(kernels):
+        kind, groups, settings = POINTWISE[kernel.ndim - 2], 1, {"kernel_size": 1} if kernel.ndim > 2 else {}
+        bias, weight = layer.bias if place == len(kernels) - 1 else None, kernel
+        if kernel.ndim > 2 and place == (0 in chain.stages):
+            kind, groups, settings = (
+                layer.dense_kind,
+                chain.groups,
+                {key: getattr(layer, key) for key in layer.settings},
+            )
+            settings = {key: value for key, value in settings.items() if "channels" not in key} | {"groups": groups}
+            if layer.oriented(kernel) is not kernel:
+                turned = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+                weight = nn.Parameter(turned, kernel.requires_grad)
+        made = kind(kernel.shape[1] * groups, len(kernel), **settings, bias=bias is not None, device="meta")
+        made.weight, made.bias = weight, bias
+        found.append(made)
+    return nn.Sequential(*found)
+
+
+def _embedding(layer: TensorEmbedding, kernels: Sequence[nn.Parameter], alone: bool) -> nn.Module:
+    """A table, and what its rows are multiplied with. Kernels that a linear layer shares stay as it needs them."""
+    *others, table = kernels
+    row, made = layer.padding_idx, nn.Embedding(len(table), table.shape[1], layer.padding_idx, device="meta")
+    made.weight, found = table, list[nn.Module]([made])
+    if row is not None and bool(table[row].any()):
+        if alone:
+            table[row] = 0.0
+        else:
+            looked_up = lambda x, table: F.embedding(x, table).masked_fill((x == row).unsqueeze(-1), 0.0)  # noqa: E731
+            found = [_generated(looked_up, table=table)]
+    for kernel in reversed(others):
+        if alone:
+            factor = nn.Linear(kernel.shape[0], kernel.shape[1], bias=False, device="meta")
+            factor.weight = nn.Parameter(kernel.mT.contiguous(), kernel.requires_grad)
+        found.append(factor if alone else _generated(lambda x, weight: x @ weight, weight=kernel))
+    return nn.Sequential(*found) if others else found[0]
+
+
+def _generated(function: Callable[..., Tensor], **parameters: nn.Parameter | None) -> fx.GraphModule:
+    """A module of PyTorch operations and these parameters: what a function of an input and of them does."""
+
+    class Generated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x, *(getattr(self, name) for name in parameters))
+
+    root = Generated()
+    for name, parameter in parameters.items():
+        root.register_parameter(name, parameter)
+    return fx.symbolic_trace(root)
+
+
+def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
+    """The product of an input with a weight's cores, along a path that is fixed."""
+    (outs, ins), shapes = layout.labels, [tuple(core.shape) for core in form.tensors]
+    rows, output = (("batch", *ins), (ROWS, *layout.splits[1])), ("batch", *outs)
+    steps = algebra.plan((rows, *zip(form.labels, shapes, strict=True)), output).steps
+
+    def multiply(x: Any, *tensors: Any) -> Any:
+        x = F.pad(x, (0, layout.padded[1] - layout.axes[1])) if layout.padded[1] > layout.axes[1] else x
+        work: list[Any] = [(x.unflatten(-1, layout.splits[1]), rows[0]), *zip(tensors, form.labels, strict=False)]
+        for i, j, kept in steps:
+            (b, right), (a, left) = work.pop(j), work.pop(i)
+            kept = tuple(sorted(kept if work else output, key="batch".__ne__))
+            name = dict(zip(dict.fromkeys(left + right), ascii_letters, strict=False)) | {"batch": "..."}
+            parts = ["".join(sorted((name[x] for x in own), key="...".__ne__)) for own in (left, right, kept)]
+            work.append((torch.einsum("{},{}->{}".format(*parts), a, b), kept))
+        y = work[0][0].flatten(-len(outs))
+        y = y.narrow(-1, 0, layout.axes[0]) if layout.padded[0] > layout.axes[0] else y
+        return y if tensors[-1] is None else y + tensors[-1]  # the bias
+
+    return multiply

@@ -1,0 +1,186 @@
+"""Plain models compute the same with PyTorch's own modules, and need nothing of BayesTrain's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bayestrain as bt
+from bayestrain.errors import ConfigError, ConversionError
+from bayestrain.formats import FORMATS, Format
+from bayestrain.nn import FactorizedWeight, TensorConvTranspose2d, TensorEmbeddingBag, TensorLayer
+from bayestrain.nn.layout import LAYOUTS
+
+KINDS: dict[str, tuple[type[TensorLayer], dict[str, Any], tuple[int, ...]]] = {
+    "linear": (bt.TensorLinear, {"in_features": 60, "out_features": 42}, (60,)),
+    "padded linear": (bt.TensorLinear, {"in_features": 59, "out_features": 41, "bias": False}, (5, 59)),
+    "conv 1d": (bt.TensorConv1d, {"in_channels": 16, "out_channels": 18, "kernel_size": 3, "stride": 2}, (16, 9)),
+    "conv 2d": (bt.TensorConv2d, {"in_channels": 17, "out_channels": 16, "kernel_size": 3, "padding": "same",
+                                  "padding_mode": "reflect"}, (17, 7, 6)),
+    "conv 3d": (bt.TensorConv3d, {"in_channels": 4, "out_channels": 17, "kernel_size": (2, 1, 3)}, (4, 3, 4, 5)),
+    "transposed": (TensorConvTranspose2d, {"in_channels": 17, "out_channels": 5, "kernel_size": (3, 2), "stride": 2,
+                                           "output_padding": 1}, (17, 4, 5)),
+    "table": (bt.TensorEmbedding, {"num_embeddings": 97, "embedding_dim": 20, "padding_idx": 3}, (4,)),
+    "bag": (TensorEmbeddingBag, {"num_embeddings": 97, "embedding_dim": 20, "padding_idx": 3, "mode": "mean"}, (4,)),
+}  # fmt: skip
+PRECISION = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def inputs(layer: TensorLayer, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if isinstance(layer, bt.TensorEmbedding):
+        return torch.randint(0, layer.num_embeddings, shape)
+    return torch.randn(shape, dtype=dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().amax() <= PRECISION[expected.dtype] * expected.abs().amax())
+
+
+def is_plain(model: nn.Module) -> bool:
+    return not any(type(module).__module__.startswith("bayestrain") for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", PRECISION, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_becomes_plain(kind: str, format: Format, layout: str, dtype: torch.dtype) -> None:
+    make, settings, event = KINDS[kind]
+    layer = make(**settings, format=format, layout=layout, max_rank=2, dtype=dtype)
+    x, before = inputs(layer, (3, *event), dtype), {name: own.clone() for name, own in layer.state_dict().items()}
+    plain = bt.to_plain(layer)
+    assert is_plain(plain)
+    assert close(plain(x), layer(x))
+    assert {own.dtype for own in plain.parameters()} == {dtype}
+    assert all(torch.equal(own, before[name]) for name, own in layer.state_dict().items())
+
+
+def test_thin_factors_where_they_are_smaller_else_dense() -> None:
+    thin = bt.to_plain(bt.TensorLinear(60, 42, layout="split", max_rank=3))
+    assert list(thin.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+    assert thin[0].weight.shape == (3, 60)
+    assert isinstance(bt.to_plain(bt.TensorLinear(60, 42, layout="split", max_rank=40)), nn.Linear)
+    convolutions = bt.to_plain(bt.TensorConv2d(16, 18, 3, stride=2, max_rank=2))
+    assert all(type(own) is nn.Conv2d for own in convolutions)
+    assert isinstance(bt.to_plain(bt.TensorConv2d(4, 4, 3, max_rank=20)), nn.Conv2d)
+    table = bt.to_plain(bt.TensorEmbedding(97, 20, max_rank=2))
+    assert [type(own) for own in table] == [nn.Embedding, nn.Linear]
+
+
+def test_a_paired_weight_becomes_a_generated_module_of_its_cores() -> None:
+    layer = bt.TensorLinear(784, 625, in_modes=(7, 4, 7, 4), out_modes=(5, 5, 5, 5), max_rank=3)
+    plain = bt.to_plain(layer)
+    assert isinstance(plain, torch.fx.GraphModule)
+    assert list(plain.state_dict()) == ["core_0", "core_1", "core_2", "core_3", "bias"]
+    assert bt.count_parameters(plain) == bt.count_parameters(layer)
+    x = torch.randn(2, 3, 784, requires_grad=True)
+    assert close(plain(x), layer(x))
+    plain(x).sum().backward()  # it trains, too
+    assert plain.core_0.grad.abs().sum() > 0
+
+
+class Odd(nn.Module):
+    """Attention, recurrence, an encoder, a layer used twice, and a parent that reads its child's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)
+        self.lstm, self.once = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32)
+        self.again, self.head = self.once, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(self.attention(x, x, x)[0])
+        x = self.again(self.once(self.lstm(x)[0]))
+        return self.head(x.to(self.head.weight.dtype))  # type: ignore[no-any-return]
+
+
+def test_modules_keep_their_classes_modes_hooks_and_what_they_share() -> None:
+    model, seen = Odd(), []
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=2, layout="split"))
+    prior = bt.RankPrior(model, num_data=10, hold_scale=())
+    model.once.register_forward_hook(lambda *_: seen.append(1))
+    model.encoder.linear1.requires_grad_(False)
+    model.eval().once.train()
+    x = torch.randn(2, 5, 32)
+    expected = model(x)
+    seen.clear()
+    plain = bt.to_plain(model)
+    assert is_plain(plain)
+    assert close(plain(x), expected)
+    assert seen == [1, 1]
+    assert (type(plain.attention), type(plain.lstm)) == (nn.MultiheadAttention, nn.LSTM)
+    assert isinstance(plain.once, nn.Sequential)
+    assert plain.once is plain.again
+    assert type(plain.head) is nn.Linear  # its weight is read
+    assert not any(own.requires_grad for own in plain.encoder.linear1.parameters())
+    assert plain.once.training
+    assert not plain.training
+    assert not any("log_lambda" in name for name in plain.state_dict())
+    prior.remove_()
+    assert torch.equal(model(x), expected)
+
+
+def tied(symbols: int, rank: int, **options: Any) -> nn.Sequential:
+    format, shape = bt.formats.get("tt"), torch.Size((symbols, 32))
+    layout = bt.TensorLinear.fold(shape, format, "split", (32,), (symbols,))
+    weight = FactorizedWeight.random(format, layout, rank)
+    head = bt.TensorLinear.of(nn.Linear(32, symbols, bias=False), weight)
+    return nn.Sequential(bt.TensorEmbedding.of(nn.Embedding(symbols, 32, **options), weight), head)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}], ids=["plain", "padding"])
+@pytest.mark.parametrize(("symbols", "rank", "numbers"), [(300, 3, 3 * 332), (64, 32, 64 * 32)])
+def test_a_tied_embedding_and_head_share_their_tensors(
+    options: dict[str, Any], symbols: int, rank: int, numbers: int
+) -> None:
+    model = tied(symbols, rank, **options)
+    plain, x = bt.to_plain(model), torch.tensor([[3, 0, symbols - 1, 3]])
+    assert is_plain(plain)
+    assert close(plain(x), model(x))
+    assert set(plain[0].parameters()) == set(plain[1].parameters())
+    assert bt.count_parameters(plain) == numbers
+
+
+def test_what_cannot_be_plain_is_refused() -> None:
+    with pytest.raises(ConfigError, match="particle"):
+        bt.to_plain(bt.Posterior([bt.TensorLinear(8, 6, max_rank=2) for _ in range(2)], 10))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lazy"):
+        bt.to_plain(nn.Sequential(nn.LazyLinear(3)))
+    own = nn.ModuleDict({"table": bt.TensorLinear(8, 6, max_rank=2).factorized})
+    assert isinstance(own["table"], FactorizedWeight)
+    with pytest.raises(ConversionError, match="'table'"):
+        bt.to_plain(own)
+
+
+WITHOUT = """
+import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "bayestrain":
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import torch
+"""
+
+
+def test_a_plain_model_is_read_where_bayestrain_is_not_installed(tmp_path: Path) -> None:
+    words = tied(300, 2, padding_idx=3)
+    paired = nn.Sequential(bt.TensorLinear(60, 42, max_rank=2), nn.ReLU(), bt.TensorLinear(42, 9, layout="split"))
+    found = []
+    for model, x in ((words, torch.randint(0, 300, (2, 5))), (paired, torch.randn(2, 60))):
+        plain = bt.to_plain(model)
+        found.append({"model": plain, "state": plain.state_dict(), "x": x, "y": plain(x)})
+    torch.save(found, tmp_path / "plain.pt")
+    code = f"""{WITHOUT}
+for own in torch.load({str(tmp_path / "plain.pt")!r}, weights_only=False):
+    assert torch.equal(own["model"](own["x"]), own["y"]), "differs"
+assert "bayestrain" not in sys.modules"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
