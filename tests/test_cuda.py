@@ -26,6 +26,7 @@ from bayestrain.posterior import Posterior, independent
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(fast() is None, reason="perf is switched off"),
+    pytest.mark.filterwarnings("ignore:The prior is erasing"),  # rightly so: the labels here are random
 ]
 
 FORMAT = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)

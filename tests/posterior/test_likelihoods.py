@@ -119,6 +119,7 @@ def returning(values: Any) -> Any:
           for own in ("poisson", 3, None)),
         (lambda: FunctionLikelihood(absolute).prediction({}), r"does not say what to predict.*posterior\.outputs"),
         (lambda: returning(torch.zeros(())), r'shape \(5,\), got torch.Size\(\[\]\).*reduction="none"'),
+        (lambda: returning(torch.zeros(5, 3)), r"got torch.Size\(\[5, 3\]\).*values.flatten\(1\).sum\(1\)"),
         (lambda: returning(torch.zeros(5, 1)), r"shape \(5,\), got torch.Size\(\[5, 1\]\)"),
         (lambda: returning(1.0), r"shape \(5,\), got 1.0"),
         (lambda: vmap(lambda row: FunctionLikelihood(lambda o, _: o.sum()).log_prob(row, TARGETS[:3]))(OUTPUTS),

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from bayestrain.compact import compact_
-from bayestrain.errors import ConfigError, DecayWarning, TrainingError
+from bayestrain.errors import CollapseWarning, ConfigError, DecayWarning, TrainingError
 from bayestrain.nn import TensorizeConfig, TensorLinear, count_parameters, dense_parameters, ranks, tensorize_
 from bayestrain.posterior import Regression
 from bayestrain.prior import RankPrior
@@ -506,3 +506,15 @@ def test_regression_and_other_likelihoods_with_a_teacher() -> None:
         fit(model, (x, y), likelihood=lambda o, t: -(o - t).square().sum(1), teacher=teacher, progress=False)
     with pytest.raises(ConfigError, match="teacher= is for one network, not for 2 particles"):
         fit(lambda: nn.Linear(4, 1), (x, y), particles=2, teacher=teacher, progress=False)
+
+
+@pytest.mark.slow
+def test_a_prior_that_undoes_the_training_of_held_layers_is_warned_of_once() -> None:
+    """Their norms stay, so only the likelihood shows it."""
+    torch.manual_seed(0)
+    layers = nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3), nn.BatchNorm1d(3)
+    tensorize_(model := nn.Sequential(*layers), TensorizeConfig(max_rank=8))
+    prior = PriorConfig(weight=3000.0, warmup_epochs=8)
+    with pytest.warns(CollapseWarning, match=r"likelihood loss is 1\.\d+, after 0\.\d+ before the prior took") as told:
+        train(model, epochs=12, finetune_epochs=0, lr=2e-2, prior=prior)
+    assert len(told) == 1
