@@ -18,10 +18,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bayestrain.errors import ConfigError, ConversionError, DataError
+from bayestrain.files import write_json
 from bayestrain.formats import get
 from bayestrain.io.save import LAYOUT, _built, _sizes
 from bayestrain.nn.convert import install
-from bayestrain.nn.factorized import FactorizedWeight
+from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.parameters import HOLDER
@@ -86,15 +87,9 @@ class FactorizedLoader(HfQuantizer):  # type: ignore[misc]
     def postprocess_model(self, model: Any, **_: Any) -> None:
         self.once.remove()
         tie_(model)
-        for weight in factorized(model).values():
-            if weight.rank_state is not None:
-                weight.rank_state.start = tuple(weight.rank_state.start_ranks.tolist())
+        for state in (module for module in model.modules() if isinstance(module, RankState)):
+            state.start = tuple(state.start_ranks.tolist())
         self.remove_quantization_config(model)
-
-
-def factorized(model: nn.Module) -> dict[str, FactorizedWeight]:
-    """The factorised weights by their own names."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, FactorizedWeight)}
 
 
 def tie_(model: Any) -> set[str]:
@@ -119,7 +114,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
             "layout": {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)},
             "lambda": weight.rank_state is not None,
         }
-        for path, weight in factorized(model).items()
+        for path, weight in model.named_modules() if isinstance(weight, FactorizedWeight)
     }  # fmt: skip
 
 
@@ -138,10 +133,9 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     def save_config(folder: Any, **options: Any) -> None:
         del vars(config)["save_pretrained"]
         config.save_pretrained(folder, **options)
-        note = {"quantization_config": {"quant_method": METHOD, "version": VERSION, "weights": weights}}
         content = json.loads((file := Path(folder, "config.json")).read_text(encoding="utf-8"))
-        content |= {**note, "transformers_weights": REFUSAL}
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        content["quantization_config"] = {"quant_method": METHOD, "version": VERSION, "weights": weights}
+        write_json(file, content | {"transformers_weights": REFUSAL})
 
     vars(config)["save_pretrained"] = save_config  # for this once: a description that stayed would soon be wrong
     try:

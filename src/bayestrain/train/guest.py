@@ -42,7 +42,7 @@ class RankSearch:
             hint = nearest(unknown[0], SETTINGS)
             raise ConfigError(f"The search has no setting {unknown[0]!r}.{hint} It has {', '.join(SETTINGS)}.")
         self.num_data, self.config, self.prior = num_data, FitConfig(epochs=epochs, **settings), prior or PriorConfig()
-        self.averages, self.notify = list(averages), notify
+        self.averages, self.told = list(averages), lambda what, report: what == "cut" and notify and notify(report)
         self.search: Search | None = None
 
     def start(self, model: nn.Module, optimizers: Sequence[Any], steps: int, steps_per_epoch: float) -> None:
@@ -60,7 +60,7 @@ class RankSearch:
         how = PosteriorConfig(), self.num_data, round(steps_per_epoch), None, 0, next(iter(cores)).device
         prior = Setup(self.config, self.prior, *how).make_prior(model)
         check_weight_decay(held[0], model)
-        self.search = Search(Guest(model, held[0], prior), self.config, self._told)
+        self.search = Search(Guest(model, held[0], prior), self.config, self.told)
         if prior is not None:
             prior.steps = steps
         for weight in weights:  # a target is approached from the size of the start
@@ -106,7 +106,3 @@ class RankSearch:
     def _restart_averages(self) -> None:
         for averaged in self.averages:
             restart_average_(averaged, self.model)
-
-    def _told(self, what: str, argument: Any) -> None:
-        if what == "cut" and self.notify is not None:
-            self.notify(argument)

@@ -37,13 +37,11 @@ def serve(
       curl --data-binary @seven.png -H "Content-Type: image/png" localhost:8000/predict
     """
     try:
+        import fastapi  # noqa: F401
         import uvicorn
-
-        app = application(folder, device)
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "uvicorn"):
-            raise
+    except ImportError as error:
         raise ConfigError(f"{error.name} is missing. Install it: pip install 'bayestrain[serve]'") from None
+    app = application(folder, device)
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
@@ -61,36 +59,27 @@ def application(folder: Path, device: str) -> Any:
     from bayestrain.app.report.page import render
 
     ask, result, particles = predictor(folder, device)
-    shape = result["input_shape"]
+    shape, app = result["input_shape"], FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     about = {"name": result["name"], "particles": particles, "input_shape": shape, "classes": result["classes"]}
-    lead = f"One input has the shape {times(shape)}; {particles} network{'s' * (particles > 1)}."
+    lead = f"One input has the shape {times(shape)}. Networks: {particles}."
     page = render("serve.html.j2", title=about["name"], lead=lead, picture=len(shape) == 3 and shape[0] in (1, 3))
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.get("/", response_class=HTMLResponse)
-    def show() -> str:
-        return page
-
-    @app.get("/health")
-    def health() -> dict[str, Any]:
-        return {"status": "ok", **about}
+    app.get("/", response_class=HTMLResponse)(lambda: page)
+    app.get("/health")(lambda: {"status": "ok", **about})
 
     @app.post("/predict")
     async def predict(request: Request, invert: bool | None = None) -> Any:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        suffix = next((suffix for known, suffix in KINDS.items() if kind.startswith(known)), None)
-        if suffix is None:
+        kind, body, size = request.headers.get("content-type", "").lower(), bytearray(), 0
+        if not (suffix := next((suffix for known, suffix in KINDS.items() if kind.startswith(known)), "")):
             return JSONResponse({"error": f"The content type must be one of {', '.join(KINDS)}*, got {kind!r}."}, 415)
-        body, size = bytearray(), 0
         async for part in request.stream():
             size += len(part)
-            if size > 8 * LARGEST:
-                break
-            if size <= LARGEST:  # the rest is read, or else the client may not see the answer, but not kept
+            if size <= LARGEST:  # more is read, or else the client may not see the answer, but not kept
                 body += part
+            elif size > 8 * LARGEST:
+                break
         if size > LARGEST:
-            reason = {"error": f"A body may have {LARGEST:,} bytes. Send less at a time."}
-            return JSONResponse(reason, 413, {"Connection": "close"})
+            reason = f"A body may have {LARGEST:,} bytes. Send less at a time."
+            return JSONResponse({"error": reason}, 413, {"Connection": "close"})
         return await run_in_threadpool(answer, bytes(body), suffix, invert)
 
     def answer(body: bytes, suffix: str, invert: bool | None) -> Any:
@@ -113,17 +102,15 @@ def as_array(body: bytes) -> bytes:
 
     try:
         found = json.loads(body)
-        rows = found["inputs"] if isinstance(found, dict) and found.keys() == {"inputs"} else None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"The body is not JSON: {error}.") from None
-    if not isinstance(rows, list):
+    if not (isinstance(found, dict) and found.keys() == {"inputs"}):
         raise ConfigError('The body must be {"inputs": [[..], ..]}, with one list of numbers for each input.')
     try:
-        array = np.array(rows)
+        array = np.array(found["inputs"])
     except ValueError:
         raise DataError("All inputs must be lists of the same length.") from None
     if array.dtype.kind not in "biuf" or not array.size:
         raise DataError("Inputs must be numbers, at least one input.")
-    file = io.BytesIO()
-    np.save(file, array)
+    np.save(file := io.BytesIO(), array)
     return file.getvalue()
