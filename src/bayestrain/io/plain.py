@@ -88,7 +88,10 @@ def _read_directly(root: nn.Module) -> set[Any]:
 
 
 class _Form(NamedTuple):
-    """A weight as one dense tensor, thin kernels in the order in which they act, or cores; empty to keep the layer."""
+    """A weight as one dense tensor, thin kernels in the order in which they act, or cores; empty to keep the layer.
+
+    Cores with a chain become thin kernels in each pass.
+    """
 
     tensors: tuple[nn.Parameter, ...] = ()
     chain: chains.Chain | None = None
@@ -111,10 +114,10 @@ def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _F
             kernels = chains.kernels(weight, chain)
             if sum(own.numel() for own in kernels) <= limit:
                 return form(kernels, chain)
-        by_cores = kinds == {TensorLinear} and weight.numel < dense and not folds
+        by_cores = kinds == {TensorLinear} and weight.numel < dense and (not folds or chain is not None)
         if by_cores and (dense > limit if smallest else weight.operations(ROWS)[0] < ROWS * dense):
             cores, labels = zip(*weight.operands(), strict=True)
-            return form(cores, None, labels)
+            return form(cores, chain if folds else None, labels)
     # PyTorch's own bags do not export.
     return _Form() if dense > limit or (smallest and TensorEmbeddingBag in kinds) else form([weight.dense()])
 
@@ -193,20 +196,30 @@ def _generated(function: Callable[..., Tensor], **parameters: nn.Parameter | Non
 
 def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
     """The product of an input with a weight's cores, along a path that is fixed."""
-    (outs, ins), shapes = layout.labels, [tuple(core.shape) for core in form.tensors]
-    rows, output = (("batch", *ins), (ROWS, *layout.splits[1])), ("batch", *outs)
-    steps = algebra.plan((rows, *zip(form.labels, shapes, strict=True)), output).steps
+    (outs, ins), sizes = layout.labels, dict(zip(layout.labels[1], layout.splits[1], strict=True)) | {"batch": ROWS}
+    for labels, core in zip(form.labels, form.tensors, strict=True):
+        sizes |= dict(zip(labels, core.shape, strict=True))
+    stages = form.chain.stages if form.chain else range(len(form.labels))
 
-    def multiply(x: Any, *tensors: Any) -> Any:
-        x = F.pad(x, (0, layout.padded[1] - layout.axes[1])) if layout.padded[1] > layout.axes[1] else x
-        work: list[Any] = [(x.unflatten(-1, layout.splits[1]), rows[0]), *zip(tensors, form.labels, strict=False)]
-        for i, j, kept in steps:
+    def contracted(work: list[Any], output: tuple[str, ...]) -> Any:
+        shaped = tuple((labels, tuple(sizes[x] for x in labels)) for _, labels in work)
+        for i, j, kept in algebra.plan(shaped, output).steps:
             (b, right), (a, left) = work.pop(j), work.pop(i)
             kept = tuple(sorted(kept if work else output, key="batch".__ne__))
             name = dict(zip(dict.fromkeys(left + right), ascii_letters, strict=False)) | {"batch": "..."}
             parts = ["".join(sorted((name[x] for x in own), key="...".__ne__)) for own in (left, right, kept)]
             work.append((torch.einsum("{},{}->{}".format(*parts), a, b), kept))
-        y = work[0][0].flatten(-len(outs))
+        return work[0]
+
+    def multiply(x: Any, *tensors: Any) -> Any:
+        x = F.pad(x, (0, layout.padded[1] - layout.axes[1])) if layout.padded[1] > layout.axes[1] else x
+        work = [(x.unflatten(-1, layout.splits[1]), ("batch", *ins))]
+        for stage in sorted(set(stages)):
+            own = [k for k, other in enumerate(stages) if other == stage]
+            used = {*outs, *ins, *(label for k, labels in enumerate(form.labels) if k not in own for label in labels)}
+            kept = tuple(label for label in dict.fromkeys(x for k in own for x in form.labels[k]) if label in used)
+            work.append(contracted([(tensors[k], form.labels[k]) for k in own], kept))
+        y = contracted(work, ("batch", *outs))[0].flatten(-len(outs))
         y = y.narrow(-1, 0, layout.axes[0]) if layout.padded[0] > layout.axes[0] else y
         return y if tensors[-1] is None else y + tensors[-1]  # the bias
 
