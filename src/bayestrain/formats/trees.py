@@ -23,7 +23,7 @@ def decompose(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int
         others = [x for x in labels if x not in own]
         rest = rest.permute([labels.index(x) for x in (*own, *others)])
         inside, outside = rest.shape[: len(own)], rest.shape[len(own) :]
-        u, s, vh = torch.linalg.svd(rest.reshape(math.prod(inside), -1), full_matrices=False)
+        u, s, vh = thin_svd(rest.reshape(math.prod(inside), -1))
         rank = kept(s, budget, cap[bond])
         cores[k] = u[:, :rank].reshape(*inside, rank).movedim(-1, equation.axis(k, bond))
         rest, labels = (s[:rank, None] * vh[:rank]).reshape(rank, *outside), [bond, *others]
@@ -64,7 +64,7 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
         """Core k becomes orthonormal; what remains goes to its neighbour."""
         own, other = slices(equation, result, k, bond).mT, slices(equation, result, to, bond)
         if svd:
-            q, values[bond], vh = torch.linalg.svd(own, full_matrices=False)
+            q, values[bond], vh = thin_svd(own)
             r = values[bond][:, None] * vh
         else:
             q, r = torch.linalg.qr(own)
@@ -86,6 +86,15 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
         result[parent], log_scale = result[parent] / size, log_scale + size.log()
     visit(0)
     return result, [values[bond] for bond in equation.bonds], log_scale
+
+
+def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The thin singular value decomposition; of wide matrices LAPACK finds that of the transpose ten times as fast."""
+    if matrix.shape[0] >= matrix.shape[1]:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return u, s, vh
+    v, s, uh = torch.linalg.svd(matrix.mT, full_matrices=False)
+    return uh.mT, s, v.mT
 
 
 def kept(singular_values: Tensor, budget: Tensor, cap: int) -> int:
