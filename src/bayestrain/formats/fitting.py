@@ -49,13 +49,11 @@ def nearest(
     for number in range(max(min(starts, sweeps // (5 * len(RIDGES))), 1)):
         cores = algebra.random_cores(equation, small.shape, ranks, 1.0, generator=generator, dtype=torch.float64)
         cores = [core.to(tensor.device) for core in cores]
-        if number % 2 == 0 and is_small(small, cores):
-            found = polished(equation, cores, small, tol)
-        else:
-            for ridge in RIDGES:
-                times = max(min(sweeps // len(RIDGES), 5), 1)
-                cores = algebra.refit(equation, cores, [(small, equation.modes)], times, ridge)
-            found = relative_error(equation, cores, small), cores
+        at_once = is_small(small, cores)
+        for ridge in () if at_once and number % 2 == 0 else RIDGES:
+            times = max(min(sweeps // len(RIDGES), 5), 1)
+            cores = algebra.refit(equation, cores, [(small, equation.modes)], times, ridge)
+        found = polished(equation, cores, small, tol) if at_once else (relative_error(equation, cores, small), cores)
         best = min(best, found, key=lambda each: each[0])
         if best[0] <= max(tol, FOUND):
             break
@@ -98,6 +96,11 @@ def work(equation: Equation, sizes: Sequence[int], ranks: Sequence[int]) -> int:
     return len(equation.cores) * widest * (math.prod(sizes) + widest**2)
 
 
+def is_quick(equation: Equation, sizes: Sequence[int], ranks: Sequence[int]) -> bool:
+    """Whether a fit from a random start takes seconds."""
+    return len(RIDGES) * work(equation, sizes, ranks) <= WORK
+
+
 def polished(
     equation: Equation, cores: Sequence[Tensor], tensor: Tensor, tol: float = 0.0
 ) -> tuple[float, list[Tensor]]:
@@ -120,8 +123,8 @@ def polished(
 def newton(equation: Equation, cores: Sequence[Tensor], tensor: Tensor, tol: float) -> tuple[float, list[Tensor]]:
     """Levenberg-Marquardt: Gauss-Newton steps for all cores, damped more after a step that gained nothing."""
     best, rest = list(cores), tensor - algebra.dense(equation, cores)
-    size, shapes, damping, history = torch.linalg.vector_norm(tensor), [core.shape for core in cores], 1.0, list[float]()
-    error = float(torch.linalg.vector_norm(rest) / size)
+    size, shapes = torch.linalg.vector_norm(tensor), [core.shape for core in cores]
+    error, damping, history = float(torch.linalg.vector_norm(rest) / size), 1.0, list[float]()
     for _ in range(STEPS):
         history.append(error)
         if error <= max(tol, EXACT) or (len(history) > 10 and history[-11] - error < 1e-2 * error):

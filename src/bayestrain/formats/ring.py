@@ -9,10 +9,9 @@ from torch import Tensor
 
 from bayestrain.formats import trees
 from bayestrain.formats.equation import Equation
-from bayestrain.formats.fitting import EXACT, RIDGES, WORK, fitted, nearest, polished, relative_error, work
+from bayestrain.formats.fitting import EXACT, fitted, is_quick, nearest, polished, relative_error
 from bayestrain.formats.format import Format
 from bayestrain.formats.tt import TensorTrain
-
 
 NOISE = 0.1
 """Size of what fills the indices that a train does not have, relative to its cores."""
@@ -55,13 +54,15 @@ class TensorRing(Format):
             others = [polished(equation, widened(equation, train, tensor.shape, caps, NOISE), exact, tol)]
             others += [nearest(equation, exact, caps, tol)] if is_quick(equation, tensor.shape, caps) else []
             return min(best, *others, key=lambda each: each[0])[1]
-        entries, sizes = sum(core.numel() for core in train), tensor.shape
-        ranks = [self.max_ranks(sizes, [min(rank, cap) for cap in caps]) for rank in range(1, max(caps) + 1)]
-        small = [own for own in ranks if sum(map(math.prod, equation.shapes(sizes, own))) < entries and is_quick(equation, sizes, own)]
-        if tol > 0.0 and small:
-            found = fitted(equation, exact, tol, small[-1])
-            if relative_error(equation, found, exact) <= tol and sum(core.numel() for core in found) < entries:
-                return found
+        sizes, entries, rank = tensor.shape, sum(core.numel() for core in train), 1
+        while rank < max(caps) and tol > 0.0:  # the largest equal ranks that are smaller
+            ranks = self.max_ranks(sizes, [min(rank + 1, cap) for cap in caps])
+            if sum(map(math.prod, equation.shapes(sizes, ranks))) >= entries or not is_quick(equation, sizes, ranks):
+                break
+            rank += 1
+        if rank > 1:
+            found = fitted(equation, exact, tol, self.max_ranks(sizes, [min(rank, cap) for cap in caps]))
+            return found if relative_error(equation, found, exact) <= tol else train
         return train
 
 
@@ -76,8 +77,3 @@ def widened(
         new[tuple(map(slice, core.shape))] = core
         result.append(new)
     return result
-
-
-def is_quick(equation: Equation, sizes: Sequence[int], ranks: Sequence[int]) -> bool:
-    """Whether a fit from a random start stays within the work that a decomposition may take."""
-    return 10 * len(RIDGES) * work(equation, sizes, ranks) <= WORK

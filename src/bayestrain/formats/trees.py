@@ -16,15 +16,16 @@ from bayestrain.formats.equation import Equation
 def decompose(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
     """Cores with relative error at most `tol`, where `caps` allow it; each takes singular vectors of what remains."""
     cores, cap = [tensor] * len(equation.cores), dict(zip(equation.bonds, caps, strict=True))
-    budget = tol * torch.linalg.vector_norm(tensor) / math.sqrt(max(len(caps), 1))
+    left = (tol * torch.linalg.vector_norm(tensor)).square()  # what is cut adds up in squares
     rest, labels = tensor, list(equation.modes)
-    for k, _, bond in equation.branches:
+    for number, (k, _, bond) in enumerate(equation.branches):
         own = [x for x in equation.cores[k] if x != bond]
         others = [x for x in labels if x not in own]
         rest = rest.permute([labels.index(x) for x in (*own, *others)])
         inside, outside = rest.shape[: len(own)], rest.shape[len(own) :]
         u, s, vh = thin_svd(rest.reshape(math.prod(inside), -1))
-        rank = kept(s, budget, cap[bond])
+        rank = kept(s, (left / (len(caps) - number)).sqrt(), cap[bond])
+        left = (left - s[rank:].square().sum()).clamp_min(0.0)
         cores[k] = u[:, :rank].reshape(*inside, rank).movedim(-1, equation.axis(k, bond))
         rest, labels = (s[:rank, None] * vh[:rank]).reshape(rank, *outside), [bond, *others]
     cores[0] = rest.permute([labels.index(x) for x in equation.cores[0]])

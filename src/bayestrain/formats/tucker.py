@@ -36,22 +36,18 @@ class Tucker(Format):
     def approximate(self, equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
         """Singular values of one mode after the other, then orthogonal iteration over the factors (HOOI)."""
         cores = super().approximate(equation, tensor, tol, caps)
-        whole = torch.linalg.vector_norm(tensor)
-
-        def error() -> float:  # all factors are orthonormal, so the core has the norm of the approximation
-            lost = whole.square() - torch.linalg.vector_norm(cores[0]).square()
-            return float((lost.clamp_min(0.0) / algebra.nonzero(whole.square())).sqrt())
-
-        before = 2.0
+        whole, before = algebra.nonzero(torch.linalg.vector_norm(tensor)), 2.0
         for _ in range(SWEEPS):
-            if (now := error()) <= tol or before - now < STALLED * before:
+            share = torch.linalg.vector_norm(cores[0]) / whole  # all factors are orthonormal
+            error = float((1 - share.square()).clamp_min(0.0).sqrt())
+            if error <= tol or before - error < STALLED * before:
                 break
-            before = now
+            before = error
             for k, (mode, bond) in list(enumerate(equation.cores))[1:]:
-                others = [(cores[n], equation.cores[n]) for n in range(1, len(cores)) if n != k]
+                others = [own for n, own in enumerate(algebra.operands(equation, cores)) if n not in (0, k)]
                 rest = (mode, *(label for label in equation.cores[0] if label != bond))
                 near = algebra.contract([(tensor, equation.modes), *others], rest).flatten(1)
                 cores[k] = thin_svd(near)[0][:, : cores[k].shape[1]]
-            factors = [(core, labels) for core, labels in zip(cores[1:], equation.cores[1:], strict=True)]
+            factors = algebra.operands(equation, cores)[1:]
             cores[0] = algebra.contract([(tensor, equation.modes), *factors], equation.cores[0])
         return cores
