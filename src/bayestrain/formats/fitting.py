@@ -15,11 +15,8 @@ RIDGES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4)
 STARTS, SWEEPS, STEPS, STALLED = 8, 200, 60, 1e-3
 """Random starts, sweeps and Newton steps at most; fitting stops where the relative error falls by less in ten."""
 
-FOUND = 1e-3
-"""Relative error below which no other start is tried."""
-
-EXACT = 1e-8
-"""Relative error below which nothing is left to fit."""
+FOUND, EXACT = 1e-3, 1e-8
+"""Relative errors below which no other start is tried, and below which nothing is left to fit."""
 
 WORK, NEWTON_WORK = 6e9, 2e10
 """Multiplications that a fit core by core may take, roughly, and one of all cores at once."""
@@ -32,11 +29,9 @@ def fitted(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) 
         return [exact.new_zeros(shape) for shape in equation.shapes(exact.shape, ranks)]
     if tol == 0.0:
         return nearest(equation, exact, caps)[1]
-    while True:
-        error, cores = nearest(equation, exact, ranks, tol, starts=2)
-        if error <= tol or ranks == caps:
-            return lowered(equation, cores, exact, tol) if error <= tol else cores
+    while (found := nearest(equation, exact, ranks, tol, starts=2))[0] > tol and ranks != caps:
         ranks = tuple(min(rank + (rank + 1) // 2, cap) for rank, cap in zip(ranks, caps, strict=True))
+    return lowered(equation, found[1], exact, tol) if found[0] <= tol else found[1]
 
 
 def nearest(
@@ -51,8 +46,7 @@ def nearest(
         cores = [core.to(tensor.device) for core in cores]
         at_once = is_small(small, cores)
         for ridge in () if at_once and number % 2 == 0 else RIDGES:
-            times = max(min(sweeps // len(RIDGES), 5), 1)
-            cores = algebra.refit(equation, cores, [(small, equation.modes)], times, ridge)
+            cores = algebra.refit(equation, cores, [(small, equation.modes)], 5 if sweeps >= 30 else 1, ridge)
         found = polished(equation, cores, small, tol) if at_once else (relative_error(equation, cores, small), cores)
         best = min(best, found, key=lambda each: each[0])
         if best[0] <= max(tol, FOUND):
@@ -61,14 +55,15 @@ def nearest(
 
 
 def inside(equation: Equation, tensor: Tensor, ranks: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tensor in the leading singular directions of its modes, as many as such cores can use, and bases of these."""
+    """The tensor in the leading singular directions of its modes, more than such cores can use, and bases of these."""
     rank, bases = dict(zip(equation.bonds, ranks, strict=True)), dict[str, Tensor]()
     for axis, mode in enumerate(equation.modes):
         (k,) = equation.owners(mode)
-        width = math.prod(rank[bond] for bond in equation.bonds_of(k))
-        if len(equation.cores[k]) == len(equation.bonds_of(k)) + 1 and width < tensor.shape[axis]:
-            rows = tensor.movedim(axis, 0).flatten(1)
-            bases[mode] = torch.linalg.eigh(rows @ rows.mT)[1][:, -width:]
+        rows, width = tensor.movedim(axis, 0).flatten(1), math.prod(rank[bond] for bond in equation.bonds_of(k))
+        if len(equation.cores[k]) == len(equation.bonds_of(k)) + 1 and width < len(rows):
+            values, vectors = torch.linalg.eigh(rows @ rows.mT)
+            width = min(2 * width + 8, int((values > 1e-12 * values[-1]).sum()))  # a tensor of these ranks has no more
+            bases[mode] = vectors[:, -width:]
             tensor = (tensor.movedim(axis, -1) @ bases[mode]).movedim(-1, axis)
     return tensor, bases
 
@@ -112,9 +107,8 @@ def polished(
     for _ in range(0, limit, 10):
         if error <= max(tol, EXACT):
             break
-        new = algebra.refit(equation, best, [(tensor, equation.modes)], sweeps=min(10, limit))
-        before, error = error, relative_error(equation, new, tensor)
-        best = new
+        best = algebra.refit(equation, best, [(tensor, equation.modes)], sweeps=min(10, limit))
+        before, error = error, relative_error(equation, best, tensor)
         if before - error < STALLED * before:
             break
     return error, best
@@ -127,7 +121,7 @@ def newton(equation: Equation, cores: Sequence[Tensor], tensor: Tensor, tol: flo
     error, damping, history = float(torch.linalg.vector_norm(rest) / size), 1.0, list[float]()
     for _ in range(STEPS):
         history.append(error)
-        if error <= max(tol, EXACT) or (len(history) > 10 and history[-11] - error < 1e-2 * error):
+        if error <= max(tol, EXACT) or (len(history) > 10 and history[-11] - error < STALLED * error):
             break
         jacobian = slopes(equation, best)
         normal, right = jacobian.mT @ jacobian, jacobian.mT @ rest.flatten()

@@ -35,8 +35,7 @@ class TensorRing(Format):
     def max_ranks(self, modes: Sequence[int], max_rank: int | Sequence[int] | None = None) -> tuple[int, ...]:
         """No bond needs more than in a train of the modes in the same order that starts at any one of them."""
         around, total = (*modes, *modes), math.prod(modes)
-        found = super().max_ranks(modes, max_rank)
-        if len(modes) < 3:
+        if len(found := super().max_ranks(modes, max_rank)) < 3:
             return found
         sides = [[math.prod(around[k : k + n]) for n in range(1, len(modes))] for k in range(len(modes))]
         return tuple(min(rank, max(min(p, total // p) for p in own)) for rank, own in zip(found, sides, strict=True))

@@ -91,11 +91,9 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The thin singular value decomposition; of wide matrices LAPACK finds that of the transpose ten times as fast."""
-    if matrix.shape[0] >= matrix.shape[1]:
-        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        return u, s, vh
-    v, s, uh = torch.linalg.svd(matrix.mT, full_matrices=False)
-    return uh.mT, s, v.mT
+    wide = matrix.shape[0] < matrix.shape[1]
+    u, s, vh = torch.linalg.svd(matrix.mT if wide else matrix, full_matrices=False)
+    return (vh.mT, s, u.mT) if wide else (u, s, vh)
 
 
 def kept(singular_values: Tensor, budget: Tensor, cap: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bayestrain.formats import algebra
 from bayestrain.formats.equation import Equation
-from bayestrain.formats.fitting import STALLED, SWEEPS
+from bayestrain.formats.fitting import SWEEPS
 from bayestrain.formats.format import Format
 from bayestrain.formats.trees import thin_svd
 
@@ -40,7 +40,7 @@ class Tucker(Format):
         for _ in range(SWEEPS):
             share = torch.linalg.vector_norm(cores[0]) / whole  # all factors are orthonormal
             error = float((1 - share.square()).clamp_min(0.0).sqrt())
-            if error <= tol or before - error < STALLED * before:
+            if error <= tol or before - error < 1e-5 * before:
                 break
             before = error
             for k, (mode, bond) in list(enumerate(equation.cores))[1:]:
