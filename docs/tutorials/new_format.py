@@ -2,7 +2,7 @@
 # # A new format
 #
 # A low-rank format is an einsum. Everything else follows from its equation: decomposition, the prior, compaction,
-# layers, posteriors, saved files, reports. This page adds the Tucker format in one class.
+# layers, posteriors, saved files, reports. This page writes a Tucker format in one class; the package has one, too.
 #
 # ## The equation
 #
@@ -31,7 +31,7 @@ SMALL = 10
 class Tucker(Format):
     """``xyz, ax, by, cz -> abc``: a core with a factor matrix at each large mode."""
 
-    name: ClassVar[str] = "tucker"
+    name: ClassVar[str] = "my tucker"
 
     def equation(self, modes: Sequence[int]) -> Equation:
         mode = tuple(f"m{k}" for k in range(len(modes)))
@@ -80,7 +80,7 @@ print(bt.summary(model))
 # ## Make it a part of the package
 #
 # 1. Put the class into a file of its own in `src/bayestrain/formats/`.
-# 2. Name it in `FORMATS` in `src/bayestrain/formats/__init__.py`. From then on ``format="tucker"`` works by name, in
+# 2. Name it in `FORMATS` in `src/bayestrain/formats/__init__.py`. From then on ``format="my tucker"`` works by name, in
 #    saved files too.
 # 3. Run ``.venv/bin/pytest tests/formats tests/nn tests/prior tests/compact tests/io``. The kits are parametrised over
 #    `FORMATS`: they check decomposition, every layer and layout against its dense twin, the prior against finite
@@ -96,9 +96,9 @@ print(bt.summary(model))
 #   and balances bonds that more cores share. If two indices of a bond say the same, merge them: leave their sum in one
 #   and set the other to zero in every core; the next cut removes it. `formats.align` has `balance` and
 #   `change_gauge`.
-# - `decompose(tensor, tol, max_rank)`: any float dtype, any scale, all zeros; NaN is an error. The generic way suits
-#   trees; for other networks it is a local search, and a direct one is faster. It may start from
-#   ``super().decompose(..)``.
+# - `approximate(equation, tensor, tol, caps)`: what `decompose` does for a finite tensor of moderate scale, perhaps all
+#   zeros. The generic way suits trees; for other networks it is a local search from several starts, and a direct one is
+#   faster. It may start from ``super().approximate(..)``.
 # - `round(equation, cores, tol, max_rank)` and `rounds(equation)`: the smallest ranks for a tolerance. Generic for
 #   trees; without it ranks are cut by contribution and the cores are fitted again (`algebra.refit`).
 # - `spectra(equation, cores)`: the values by which `round` cuts. `max_ranks(modes, max_rank)`: the largest useful rank

@@ -66,21 +66,6 @@ class Written(Format):
         return self.own
 
 
-class Ring(Format):
-    """``rax, xby, ycr -> abc``: a loop, which has no exact decomposition."""
-
-    name: ClassVar[str] = "a ring"
-    splits: ClassVar[bool] = True
-
-    def equation(self, modes: Sequence[int]) -> Equation:
-        if len(modes) == 1:
-            return Equation.parse("a -> a")
-        count = len(modes)
-        return Equation(
-            tuple((f"r{k}", f"m{k}", f"r{(k + 1) % count}") for k in range(count)), tuple(f"m{k}" for k in range(count))
-        )
-
-
 class Star(Format):
     """``axs, bxs, cs -> abc``: a bond that all cores share, and another between the first two."""
 
@@ -104,5 +89,5 @@ class TuckerTwo(Format):
         return Equation((tuple(bond.get(k, m) for k, m in enumerate(mode)), *((mode[k], bond[k]) for k in bond)), mode)
 
 
-MINIMAL: tuple[Format, ...] = (Ring(), Star(), TuckerTwo())
+MINIMAL: tuple[Format, ...] = (Star(), TuckerTwo())
 """Formats that are only their equation; they are in no list, and yet everything works."""

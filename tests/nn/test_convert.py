@@ -394,12 +394,49 @@ def test_names_and_patterns(arguments: dict[str, Any], expected: list[str]) -> N
         ({"layout": "sideways"}, r"layout must be one of \('paired', 'split'\), got 'sideways'\."),
         ({"init": "zeros"}, r"init must be one of \('he', 'paper', 'svd'\), got 'zeros'\."),
         ({"init": "svd", "tol": 1.0}, r"tol is a relative error and must lie in \[0, 1\), got 1\.0\."),
+        ({"format": "cpd"}, r"format must be one of \('tt', 'cp', 'tucker', 'ring'\), got 'cpd'\."),
+        ({"format": "auto", "max_rank": (3, 2)}, r"format='auto' takes one max_rank, got \(3, 2\)"),
+        ({"format": "auto", "init": "svd"}, r"format='auto' with init='svd' compares sizes at one error.* tol=0\.1\."),
         ({"tol": 0.1}, r"tol=0\.1 only means something with init='svd', got init='he'\."),
     ],
 )  # fmt: skip
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         bt.TensorizeConfig(**settings)
+
+
+def test_auto_starts_convolutions_as_tucker_and_matrices_and_tables_as_trains() -> None:
+    model = nn.Sequential(nn.Embedding(400, 12), cnn(), nn.Conv1d(12, 16, 1), nn.Bilinear(12, 16, 16))
+    report = bt.tensorize_(model, bt.TensorizeConfig(4, "auto"), include=["0", "1.0", "1.3", "1.5", "2", "3.weight"])
+    assert [row.format for row in report.rows] == ["tt", "tucker", "tucker", "tt", "tt", "tucker"]
+
+
+def test_auto_takes_the_fewest_parameters_at_one_error_and_else_the_smallest_error() -> None:
+    """One layer is of low CP rank, the other of low Tucker rank."""
+    sizes, model = (9, 14, 16), nn.Sequential(nn.Conv2d(14, 16, 3), nn.Conv2d(14, 16, 3)).double()
+    for layer, name, rank in zip(model, ("cp", "tucker"), (3, (2, 3, 3)), strict=True):
+        format = bt.formats.get(name)
+        cores = bt.formats.algebra.random_cores(format.equation(sizes), sizes, format.max_ranks(sizes, rank), 1.0)
+        layer.weight.data = bt.formats.dense(format.equation(sizes), cores).movedim((0, 1), (2, 1)).unflatten(2, (3, 3))
+        layer.weight.data = layer.weight.data.double()
+    for max_rank, reached in ((10, True), (1, False)):
+        found = {}
+        for format in ("tt", "cp", "tucker", "ring", "auto"):
+            own = copy.deepcopy(model)
+            report = bt.tensorize_(own, bt.TensorizeConfig(max_rank, format, init="svd", tol=0.01), lambda *_: True)
+            lost = [relative_error(new.weight, old.weight) for new, old in zip(own, model, strict=True)]
+            found[format] = list(
+                zip([row.format for row in report.rows], lost, map(bt.count_parameters, own), strict=True)
+            )
+        auto = found.pop("auto")
+        assert [row[0] for row in auto] == ["cp", "tucker"] or not reached
+        for number, (_, lost, size) in enumerate(auto):
+            others = [own[number] for own in found.values()]
+            if reached:
+                assert lost <= 0.0101
+                assert size == min(own[2] for own in others if own[1] <= 0.0101)
+            else:
+                assert lost <= min(own[1] for own in others) * (1 + 1e-6)
 
 
 def with_value(value: float, key: str) -> nn.Module:

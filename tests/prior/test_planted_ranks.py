@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import compact_
-from bayestrain.nn import TensorConv2d, TensorLinear
+from bayestrain.formats import get
+from bayestrain.nn import FactorizedWeight, Layout, TensorConv2d, TensorLinear
 from bayestrain.prior import RankPrior
 
 pytestmark = pytest.mark.slow
@@ -77,3 +78,34 @@ def test_ranks_are_found_behind_a_batch_norm_without_collapse() -> None:
         assert model[0].factorized.ranks == (3, 2, 3, 2)
         with torch.no_grad():
             assert (model(x) - clean).square().mean() < 0.02  # the noise has variance 16, the signal 1
+
+
+def found_by_observing(name: str, sizes: tuple[int, ...], planted: tuple[int, ...], noise: float, seed: int) -> object:
+    """Observe a planted tensor, with noise, whole; start at twice the ranks and more; the ranks that are left."""
+    torch.manual_seed(seed)
+    format = get(name)
+    layout = Layout(sizes, sizes, tuple((size,) for size in sizes), tuple((k,) for k in range(len(sizes))), "split")
+    teacher = FactorizedWeight.random(format, layout, planted, 1.0)
+    with torch.no_grad():
+        seen = teacher.dense() + noise * torch.randn(16, *sizes)
+    weight = FactorizedWeight.random(format, layout, 6, 1.0)
+    prior = RankPrior(model := nn.ModuleList([weight]), num_data=len(seen))
+    optimizer = torch.optim.Adam(model.parameters(), 2e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1200)
+    for _ in range(1200):
+        optimizer.zero_grad()
+        error = (weight.dense() - seen).square().flatten(1).sum(1).mean() / (2 * noise**2)
+        (error + prior.loss()).backward()
+        optimizer.step()
+        schedule.step()
+        prior.step()
+    compact_(model)
+    return weight.ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "noise"), [("tucker", (3, 2, 4), 0.1), ("ring", (2, 2, 3), 1.0)], ids=["tucker", "ring"]
+)  # a loop forgets its start with noise only
+def test_ranks_of_tucker_and_ring_tensors_are_found(name: str, planted: tuple[int, ...], noise: float) -> None:
+    found = [found_by_observing(name, (10, 11, 12), planted, noise, seed) for seed in range(5)]
+    assert found.count(planted) >= 4, found

@@ -70,7 +70,7 @@ def candidates(shape: Sequence[int], wanted: Collection[str]) -> list[Candidate]
     for table in tables:
         for kind in wanted:
             format = get("tt" if kind == SVD else kind)
-            for modes in table["chains" if format.splits and kind != SVD else kind if kind == SVD else "others"]:
+            for modes in table[{SVD: SVD, "tt": "chains"}.get(kind, "others")]:
                 layout = fold(shape, modes)
                 if layout is not None:
                     ways = WAYS if kind == SVD else WAYS[:1]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bayestrain.compress.candidates import SVD, Candidate
 from bayestrain.formats import algebra, trees
+from bayestrain.formats.fitting import is_quick, nearest
 from bayestrain.nn import FactorizedWeight, Layout
 
 RIDGE = 1e-3
@@ -31,9 +32,8 @@ PROMISING = 3.0
 SWEEPS, STEPS = 4, 10
 """Rounds over the cores in which they are fitted again, and steps of conjugate gradients for each core."""
 
-FITTED_AT, FIT_SWEEPS, FIT_WORK = (0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.04), 30, 1e11
-"""Shares of the dense size at which a network with loops or shared bonds is fitted, rounds of each fit, and how many
-multiplications it may take: larger ones are left out."""
+FITTED_AT = (0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.04)
+"""Shares of the dense size at which a network with loops or shared bonds is fitted, where that takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -231,16 +231,9 @@ class Curve:
             while self._size((rank + 1,) * bonds) <= share * self.dense:
                 rank += 1
             ranks = self.candidate.format.max_ranks(self.sizes, rank)
-            if self._size(ranks) < self.dense and self._work(ranks) <= FIT_WORK:
+            if self._size(ranks) < self.dense and is_quick(self.equation, self.sizes, ranks):
                 found.append(ranks)
         return list(dict.fromkeys(found))
-
-    def _work(self, ranks: Sequence[int]) -> float:
-        """Roughly the multiplications of a fit, whose normal matrices are as wide as a core has bond indices."""
-        cores = range(len(self.equation.cores))
-        size = dict(zip(self.equation.bonds, ranks, strict=True))
-        widest = max(math.prod(size[bond] for bond in self.equation.bonds_of(k)) for k in cores)
-        return FIT_SWEEPS * len(cores) * widest * (self.dense + widest**2)
 
     def cut(self, ranks: Sequence[int]) -> list[Tensor]:
         """Whitened cores of these ranks: of a tree the first singular directions, else a fit from a random start."""
@@ -249,10 +242,7 @@ class Curve:
             for bond, rank in zip(self.equation.bonds, ranks, strict=True):
                 cores = algebra.keep(self.equation, cores, bond, torch.arange(rank, device=cores[0].device))
             return cores
-        generator, like = torch.Generator().manual_seed(0), self.folded.tensor
-        start = algebra.random_cores(self.equation, self.sizes, ranks, 1.0, generator=generator, dtype=torch.float64)
-        goal = [(like, self.equation.modes)]
-        return algebra.refit(self.equation, [core.to(like.device) for core in start], goal, FIT_SWEEPS)
+        return nearest(self.equation, self.folded.tensor, ranks, starts=1)[1]
 
     def error(self, cores: Sequence[Tensor]) -> float:
         """The squared error of whitened cores."""

@@ -8,9 +8,11 @@ from bayestrain.formats.algebra import contract, contributions, dense, norm
 from bayestrain.formats.cp import CP
 from bayestrain.formats.equation import Equation
 from bayestrain.formats.format import Format
+from bayestrain.formats.ring import TensorRing
 from bayestrain.formats.tt import TensorTrain
+from bayestrain.formats.tucker import Tucker
 
-FORMATS: tuple[Format, ...] = (TensorTrain(), CP())
+FORMATS: tuple[Format, ...] = (TensorTrain(), CP(), Tucker(), TensorRing())
 """Every format that layers, saved files and the tests know by name."""
 
 

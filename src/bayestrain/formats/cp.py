@@ -10,7 +10,8 @@ from bayestrain.formats import algebra
 from bayestrain.formats.algebra import Operand, nonzero
 from bayestrain.formats.align import balance
 from bayestrain.formats.equation import Equation
-from bayestrain.formats.format import SWEEPS, Format, check_tol
+from bayestrain.formats.fitting import SWEEPS, fitted, inside, lowered, nearest, outside
+from bayestrain.formats.format import Format, check_tol
 
 EXACT = 1e-7
 """Relative error below which two tensors are the same: it is the root of a difference of squares."""
@@ -33,23 +34,22 @@ class CP(Format):
         mode = tuple(f"m{k}" for k in range(len(modes)))
         return Equation(tuple((m, *bond) for m in mode), mode)
 
-    def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
-        """By least squares from more indices than wanted, of which those are taken away that the others can replace."""
-        equation, caps = self.equation(tensor.shape), self.max_ranks(tensor.shape, max_rank)
+    def approximate(self, equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
+        """Beyond the generic way: a fit of more indices, of which those are taken away that the others can replace."""
         if equation.is_tree or not bool(tensor.any()):
-            return super().decompose(tensor, tol, max_rank)
-        exact = tensor.detach().double()
-        scale = exact.abs().amax()
-        exact = exact / scale  # NaN if an entry is not finite
-        goal, size = [(exact, equation.modes)], torch.linalg.vector_norm(exact)
-        start = super().decompose(exact, tol, self.max_ranks(tensor.shape, [SPARE * cap for cap in caps]))
-        less = taken_away(equation, start, goal, size, max(tol, EXACT), caps[0])
-        error, cores = polished(equation, less, goal, size, tol)
-        if error > max(tol, EXACT):  # a start with no more indices than wanted may end nearer
-            other = polished(equation, super().decompose(exact, 0.0, caps), goal, size, tol)
-            cores = cores if error <= other[0] else other[1]
-        share = scale ** (1 / len(cores))
-        return [(core * share).to(tensor.dtype).contiguous() for core in balance(equation, cores, "r")]
+            return super().approximate(equation, tensor, tol, caps)
+        exact = tensor.double()
+        if tol > 0.0:
+            return balance(equation, fitted(equation, exact, tol, caps), "r")
+        error, cores = nearest(equation, exact, caps)
+        if error <= EXACT:
+            return balance(equation, lowered(equation, cores, exact, EXACT), "r")
+        wide = [SPARE * caps[0]]
+        small, bases = inside(equation, exact, wide)
+        goal, size = [(small, equation.modes)], torch.linalg.vector_norm(small)
+        less = taken_away(equation, nearest(equation, small, wide, starts=1)[1], goal, size, EXACT, caps[0])
+        other = polished(equation, outside(equation, less, bases), [(exact, equation.modes)], size, tol)
+        return balance(equation, cores if error <= float(other[0]) else other[1], "r")
 
     def rounds(self, equation: Equation) -> bool:  # noqa: ARG002
         return True

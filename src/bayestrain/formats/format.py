@@ -14,9 +14,7 @@ from bayestrain.errors import ConfigError, ShapeError
 from bayestrain.formats import algebra, trees
 from bayestrain.formats.align import align
 from bayestrain.formats.equation import Equation
-
-SWEEPS, STALLED = 200, 1e-4
-"""Least-squares sweeps of a decomposition at most; it stops when the relative error falls by less in ten of them."""
+from bayestrain.formats.fitting import fitted
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Format(ABC):
     def decompose(self, tensor: Tensor, tol: float = 0.0, max_rank: int | Sequence[int] | None = None) -> list[Tensor]:
         """Cores of `tensor` with relative error at most `tol`, where `max_rank` allows it, and small ranks.
 
-        A tree is decomposed by singular values, any other network by least squares from a random start.
+        A tree is decomposed by singular values, any other network by least squares from random starts.
         """
         check_tol(tol)
         if not bool(tensor.isfinite().all()):
@@ -45,10 +43,13 @@ class Format(ABC):
         equation, caps = self.equation(tensor.shape), self.max_ranks(tensor.shape, max_rank)
         exact = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
         scale = algebra.nonzero(exact.abs().amax())  # squares of the entries stay in range
-        way = trees.decompose if equation.is_tree else fitted
-        cores = way(equation, exact / scale, tol, caps)
+        cores = self.approximate(equation, exact / scale, tol, caps)
         cores[0] = cores[0] * scale
         return [core.to(tensor.dtype).contiguous() for core in cores]
+
+    def approximate(self, equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
+        """What `decompose` does for a finite tensor of at least single precision, whose largest entry is near 1."""
+        return trees.decompose(equation, tensor, tol, caps) if equation.is_tree else fitted(equation, tensor, tol, caps)
 
     def max_ranks(self, modes: Sequence[int], max_rank: int | Sequence[int] | None = None) -> tuple[int, ...]:
         """The largest useful rank of every bond, at most `max_rank` (one number, or one per bond).
@@ -97,24 +98,6 @@ class Format(ABC):
     def shown_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Ranks as people write them for this format."""
         return tuple(ranks)
-
-
-def fitted(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
-    """Cores found by alternating least squares, of ranks that grow from 1 until the error is at most `tol`."""
-    goal, norm = [(tensor, equation.modes)], float(torch.linalg.vector_norm(tensor))
-    ranks = tuple(caps) if tol == 0.0 and norm > 0 else (1,) * len(caps)
-    while True:
-        generator = torch.Generator().manual_seed(0)  # the same tensor has the same cores
-        start = algebra.random_cores(equation, tensor.shape, ranks, 1.0, generator=generator, dtype=torch.float64)
-        cores, error, before = [core.to(tensor.device) for core in start], 1.0, 2.0
-        for _ in range(0, SWEEPS, 10):
-            if error <= tol or before - error < STALLED * before:
-                break
-            cores, before = algebra.refit(equation, cores, goal, sweeps=10), error
-            error = float(torch.linalg.vector_norm(algebra.dense(equation, cores) - tensor)) / max(norm, 1e-300)
-        if error <= tol or norm == 0 or ranks == tuple(caps):
-            return cores
-        ranks = tuple(min(rank + (rank + 1) // 2, cap) for rank, cap in zip(ranks, caps, strict=True))
 
 
 def checked_rank(max_rank: Any) -> int | tuple[int, ...]:

@@ -6,11 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, check_choice
-from bayestrain.formats import Format, get
+from bayestrain.formats import FORMATS, Format, get
+from bayestrain.formats.algebra import nonzero
+from bayestrain.formats.fitting import is_quick
 from bayestrain.formats.format import check_tol, checked_rank
 from bayestrain.nn import parameters
 from bayestrain.nn.conv import TensorConv2d
@@ -30,6 +34,8 @@ LEAST_RANK = 2
 
 ALL_LINEAR = "all-linear"
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class TensorizeConfig:
@@ -38,7 +44,11 @@ class TensorizeConfig:
     Attributes:
         max_rank: one number, or one per bond (then every converted layer must have that many bonds). Layers that would
             be larger than dense start lower, unless `tensorize_` is told to include them.
-        format: name of a format in `bayestrain.formats.FORMATS`, or a `Format`.
+        format: name of a format in `bayestrain.formats.FORMATS`, a `Format`, or "auto", which chooses for each layer.
+            With ``init="svd"`` it takes the fewest parameters that reach `tol`, or, where `max_rank` lets no format
+            reach it, the smallest error. A random start is a train for matrices and tables, of which it is the smallest
+            at one rank, and Tucker for convolutions and other weights of three axes: it leaves channels whole, runs as
+            three thin convolutions, and holds CP of the same rank.
         layout: "paired" or "split", for matrices; tables and the weights tied to them are always split.
         init: "he" or "paper" start at random with that variance; "svd" decomposes the layer's own weights. Tables,
             attention and recurrent weights start with their own variance in the place of He's.
@@ -55,12 +65,17 @@ class TensorizeConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_rank", checked_rank(self.max_rank))
-        get(self.format)
+        if self.format != AUTO:
+            get(self.format)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("init", self.init, (*INITS, "svd"))
         check_tol(self.tol)
         if self.tol and self.init != "svd":
             raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
+        if self.format == AUTO and isinstance(self.max_rank, tuple):
+            raise ConfigError(f"format='auto' takes one max_rank, got {self.max_rank}: formats differ in their bonds.")
+        if self.format == AUTO and self.init == "svd" and not self.tol:
+            raise ConfigError("format='auto' with init='svd' compares sizes at one error. Give it, such as tol=0.1.")
 
 
 def tensorize_(
@@ -220,24 +235,51 @@ def _weight(tied: Sequence[Place], config: TensorizeConfig, chosen: bool) -> Fac
         shared = f"it shares a weight with {other.name!r} that one of them transposes"
         raise ConversionError(f"{shared}. {_leave_out(place)}")
     modes = dict(zip(("in_modes", "out_modes"), config.modes.get(place.name, (None, None)), strict=True))
-    start: str | float = config.init
-    if place.kind is None:
-        weight, format = place.weight, get(config.format)
-        how = format, parameters.fold(tuple(weight.shape), format, config.layout, **modes)
-        start = mean_square(weight) if start == "he" and not weight.is_meta else start
-    else:
-        plain = place.plain()
+    plain, weight, start = place.plain(), place.weight, cast(str | float, config.init)
+    if place.kind:
+        weight, start = place.kind.oriented(plain.weight), place.kind.start(plain, config.init)
+    elif start == "he" and not weight.is_meta:
+        start = mean_square(weight)
+
+    def how(format: str | Format) -> tuple[Format, Layout]:
+        if place.kind is None:
+            return get(format), parameters.fold(tuple(weight.shape), get(format), config.layout, **modes)
         layout = "split" if issubclass(place.kind, TensorEmbedding) else config.layout
-        how, weight = place.kind.how(plain, config.format, layout, **modes), place.kind.oriented(plain.weight)
-        start = place.kind.start(plain, config.init)
+        return place.kind.how(plain, format, layout, **modes)
+
     chosen |= any(p.name in config.modes for p in tied)
-    if config.init == "svd":
-        found = FactorizedWeight.decomposed(weight, *how, config.max_rank, config.tol)
-    elif rank := config.max_rank if chosen else largest_rank(*how, config.max_rank):
-        found = FactorizedWeight.random(*how, rank, start, dtype=weight.dtype, device=weight.device)
+    own = how(suited(weight.shape) if config.format == AUTO else config.format)
+    if config.init == "svd" and config.format == AUTO:
+        found = smallest(weight, [how(format) for format in FORMATS], config)
+    elif config.init == "svd":
+        found = FactorizedWeight.decomposed(weight, *own, config.max_rank, config.tol)
+    elif rank := config.max_rank if chosen else largest_rank(*own, config.max_rank):
+        found = FactorizedWeight.random(*own, rank, start, dtype=weight.dtype, device=weight.device)
     else:
         return "too small to become smaller"
     return found if chosen or found.numel < weight.numel() else f"would grow to {found.numel:,} parameters"
+
+
+def suited(shape: Sequence[int]) -> str:
+    """The format that "auto" starts a weight at random in: a train if it is a matrix, else Tucker."""
+    outputs, inputs, *taps = shape
+    return "tt" if 1 in (outputs, inputs, math.prod(taps)) else "tucker"
+
+
+@torch.no_grad()
+def smallest(weight: Tensor, hows: Iterable[tuple[Format, Layout]], config: TensorizeConfig) -> FactorizedWeight:
+    """Of decompositions that reach the tolerance the one with fewest parameters, or that of least error."""
+    found = list[tuple[float, int, FactorizedWeight]]()
+    for format, layout in hows:
+        equation, rank, sizes = format.equation(layout.sizes), config.max_rank, layout.sizes
+        if isinstance(rank, int) and not equation.is_tree:  # least squares: only what is smaller, in seconds
+            rank = cast(int, largest_rank(format, layout, rank) or 1)
+            while rank > 1 and not is_quick(equation, sizes, format.max_ranks(sizes, rank)):
+                rank = rank * 3 // 4
+        own = FactorizedWeight.decomposed(weight, format, layout, rank, config.tol)
+        lost = torch.linalg.vector_norm(own.dense() - weight) / nonzero(torch.linalg.vector_norm(weight))
+        found.append((max(float(lost), 1.001 * config.tol), own.numel, own))
+    return min(found, key=lambda each: each[:2])[2]
 
 
 def largest_rank(format: Format, layout: Layout, max_rank: int | tuple[int, ...]) -> int | tuple[int, ...] | None:
