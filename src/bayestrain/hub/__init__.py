@@ -1,4 +1,4 @@
-"""Files of `transformers`: its models save and load at their learned ranks by its own methods. Imports nothing heavy."""
+"""`transformers`: its models save and load at their learned ranks by their own methods. Imports nothing heavy."""
 
 import importlib.util
 import sys
