@@ -1,5 +1,7 @@
 """The heart of the library: ranks planted in a teacher are found by a student that starts with far larger ones."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,12 +91,12 @@ def found_by_observing(name: str, sizes: tuple[int, ...], planted: tuple[int, ..
     with torch.no_grad():
         seen = teacher.dense() + noise * torch.randn(16, *sizes)
     weight = FactorizedWeight.random(format, layout, 6, 1.0)
-    prior = RankPrior(model := nn.ModuleList([weight]), num_data=len(seen))
+    prior = RankPrior(model := nn.ModuleList([weight]), num_data=len(seen), terms_per_datum=math.prod(sizes))
     optimizer = torch.optim.Adam(model.parameters(), 2e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1200)
     for _ in range(1200):
         optimizer.zero_grad()
-        error = (weight.dense() - seen).square().flatten(1).sum(1).mean() / (2 * noise**2)
+        error = (weight.dense() - seen).square().mean() / (2 * noise**2)
         (error + prior.loss()).backward()
         optimizer.step()
         schedule.step()

@@ -55,7 +55,7 @@ def test_a_loss_averaged_over_360_outputs_warns_within_20_steps_and_names_the_la
 
 
 def test_it_warns_while_the_prior_warms_up() -> None:
-    assert (loop(100, classes=3) or 999) <= 60
+    assert (loop(100, classes=3) or 999) <= 80
     assert loop(100, classes=3, terms_per_datum=OUTPUTS) is None
 
 

@@ -16,7 +16,7 @@ from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior import density
 from bayestrain.prior.groups import Group, norm_of, total
 from bayestrain.prior.hold import layers_to_hold
-from bayestrain.prior.watch import MATTERS, Watch
+from bayestrain.prior.watch import Watch
 
 UPDATES = {"newton": density.newton_step, "gradient": density.gradient_step}
 
@@ -249,8 +249,8 @@ class RankPrior(NormalPrior):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        matter = MATTERS * self._terms / self.current_weight if self.current_weight else math.inf
-        if lost := self._watch.look(self.steps, matter):
+        terms = self._terms / self.current_weight if self.current_weight else math.inf
+        if lost := self._watch.look(self.steps, terms):
             self._warned = True
             warnings.warn(
                 f"The prior is erasing the weight of {', '.join(map(repr, lost))}: after {self.steps} steps hardly any "

@@ -20,6 +20,10 @@ VANISHED = 1 / 3
 MATTERS = 0.2
 """A prior with fewer entries of a weight than this per term of the data cannot have erased it."""
 
+STRONG = 2.0
+"""With as many it outweighs most data. Of a weight under a weaker one less must be left: where outputs are far larger
+than their noise, it is the data that first shrink a random start, to a seventh or so, before it grows again."""
+
 
 class Watch:
     """The norms of weights, relative to those at the start of the prior.
@@ -49,17 +53,21 @@ class Watch:
         """Whether to look after so many steps; those that align are never captured in a CUDA graph."""
         return aligned or steps % (EARLY // 10 if steps <= EARLY else EARLY) == 0
 
-    def look(self, steps: int, entries_matter: float) -> list[str]:
-        """The weights that have vanished after so many steps, of those with at least so many entries."""
+    def look(self, steps: int, terms: float) -> list[str]:
+        """The weights that have vanished after so many steps, under a prior that counts so many terms of data."""
         now, ranks = self._norms(), [own.ranks for own in self.weights.values()]
         for i, before in enumerate(self.ranks):
             if self.start and ranks[i] != before:
                 self.start[i] = now[i] / max(self.shares[i], 1e-30)
         self.ranks, self.start = ranks, self.start or now  # which may have been on the meta device
         self.shares = [size / start if start > 0 else 1.0 for size, start in zip(now, self.start, strict=True)]
-        gained, limit = math.prod(max(share, 1.0) for share in self.shares), VANISHED * min(1.0, EARLY / steps)
-        found = zip(self.weights.items(), self.shares, strict=False)
-        return [name for (name, own), share in found if share * gained < limit and own.numel >= entries_matter]
+        limit = VANISHED * min(1.0, EARLY / steps) / math.prod(max(share, 1.0) for share in self.shares)
+        pulls = [own.numel / terms for own in self.weights.values()]
+        return [
+            name
+            for name, share, pull in zip(self.weights, self.shares, pulls, strict=False)
+            if pull >= MATTERS and share < limit * min(1.0, pull / STRONG)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """What the next look depends on."""
