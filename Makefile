@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu bench-pretrained clean
+.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu bench-pretrained bench-export clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
 
 bench-pretrained: $(INSTALLED) ## pretrained networks in the folder DATA, smaller without training: accuracy against size
 	$(BIN)/python benchmarks/pretrained.py $(DATA)
+
+bench-export: $(INSTALLED) ## exported files beside dense ones: size, agreement, latency; TEXT: Tiny Shakespeare, for a GPT
+	$(BIN)/python benchmarks/export.py $(if $(TEXT),--text $(TEXT))
 
 -include paper/Makefile
 

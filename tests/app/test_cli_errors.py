@@ -152,7 +152,7 @@ def test_finished_runs_are_wanted() -> None:
         ("dict.pt", {"x": 1}, "cannot be read"),
         ("code.pt", refused, "cannot be read"),  # a function: loading it would import code
         ("broken.pt", "no", "cannot be read"),
-        ("a.png", "", "must be a .csv, .npy, .pt file: an input has the shape 2"),
+        ("a.png", "", "must be a .csv, .npy or .pt file: an input has the shape 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -49,7 +49,7 @@ def test_a_low_rmse_is_best(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, "regression", name=name) for name in ("good", "bad")]
     for run, rmse in zip(runs, (0.2, 0.4), strict=True):
         edit(run, metrics={"rmse": rmse})
-    assert verdict(named(good=runs[0], bad=runs[1]))[0] == "good has the best rmse, 0.200, with 3,650 parameters."
+    assert verdict(named(good=runs[0], bad=runs[1]))[0] == "good has the best RMSE, 0.200, with 3,650 parameters."
 
 
 def test_different_tasks_and_unfinished_runs_are_not_ranked(tmp_path: Path) -> None:

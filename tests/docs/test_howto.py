@@ -48,4 +48,4 @@ def test_serve(tmp_path: Path) -> None:
         printed = run(block.replace("localhost:8000", f"127.0.0.1:{port}"), tmp_path)
     assert re.match(r"\d 0\.\d+ between 0\.\d+ and 0\.\d+\nuncertainty: \d", printed)
     options = CliRunner().invoke(app, ["serve", "--help"]).stdout
-    assert all(option in options for option in ("--port", "--host", "--device"))
+    assert all(part in options for part in ("--port", "--host", "--device", "'bayestrain[serve]'"))

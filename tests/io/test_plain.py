@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain.errors import ConfigError, ConversionError
 from bayestrain.formats import FORMATS, Format
+from bayestrain.io import plain as forms
 from bayestrain.nn import FactorizedWeight, TensorConvTranspose2d, TensorEmbeddingBag, TensorLayer
 from bayestrain.nn.layout import LAYOUTS
 
@@ -83,6 +85,17 @@ def test_a_paired_weight_becomes_a_generated_module_of_its_cores() -> None:
     assert close(plain(x), layer(x))
     plain(x).sum().backward()  # it trains, too
     assert plain.core_0.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize(("inputs", "outputs"), [(784, 625), (783, 622)], ids=["whole", "padded"])
+def test_where_weights_are_folded_a_paired_weight_acts_as_two_halves(format: Format, inputs: int, outputs: int) -> None:
+    modes: dict[str, Any] = {"in_modes": (7, 4, 7, 4), "out_modes": (5, 5, 5, 5)}
+    layer = bt.TensorLinear(inputs, outputs, **modes, format=format, layout="paired", max_rank=2)
+    made, x = forms.plain(layer, smallest=True, folds=True), torch.randn(2, 3, inputs)
+    assert close(made(x), layer(x))
+    assert bt.count_parameters(made) == bt.count_parameters(layer)
+    assert [node.target for node in made.graph.nodes].count(operator.matmul) == 2  # no other product has the batch
 
 
 class Odd(nn.Module):
@@ -167,6 +180,7 @@ class Blocked:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 import torch
+torch.set_num_threads(1)  # as in the tests: others add in another order
 """
 
 

@@ -461,7 +461,7 @@ def test_progress_shows_likelihood_and_prior_apart_with_accuracy_size_and_time_l
     printers = [ProgressPrinter(every=0.0, file=out), ProgressPrinter(every=3600.0, file=now_and_then)]
     train(validation=HELD_OUT, callbacks=printers)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("training on 600 data for 6 epochs: ")
+    assert lines[0].startswith("training on 600 examples for 6 epochs: ")
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == [f"{k}/6" for k in range(7)]
     line = next(line for line in lines if line.startswith("epoch 3/6 (search)"))
     for part in ("likelihood loss ", "prior loss ", "train ", "validation ", " parameters (", "x smaller)", " left"):

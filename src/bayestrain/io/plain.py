@@ -28,6 +28,9 @@ from bayestrain.nn.parameters import is_parametrised, take_
 SLACK, ROWS = 1.1, 64
 """How much larger than the cores the smallest form may be, and the batch that products core by core are planned for."""
 
+SMALL = 0.4
+"""In onnxruntime two small products with at most so many of the multiplications are faster than the dense one."""
+
 POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -46,7 +49,7 @@ def to_plain(model: nn.Module) -> nn.Module:
 def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.Module:
     """`to_plain`; for `export` what stores the fewest numbers, in which some layers stay as they are.
 
-    For a runtime that `folds`, which multiplies weights by weights when it loads them, no product runs core by core.
+    For a runtime that `folds`, which multiplies weights by weights when it loads them, cores act as two halves at most.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Expected an nn.Module, got a {type(model).__name__}. Of a posterior, take particle(i).")
@@ -90,12 +93,14 @@ def _read_directly(root: nn.Module) -> set[Any]:
 class _Form(NamedTuple):
     """A weight as one dense tensor, thin kernels in the order in which they act, or cores; empty to keep the layer.
 
-    Cores with a chain become thin kernels in each pass.
+    Cores with stages become one kernel for each stage in each pass, or the two halves of a weight cut at a factor.
     """
 
     tensors: tuple[nn.Parameter, ...] = ()
     chain: chains.Chain | None = None
     labels: tuple[tuple[str, ...], ...] = ()
+    stages: tuple[int, ...] = ()
+    cut: int = 0
 
 
 def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _Form:
@@ -114,12 +119,31 @@ def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _F
             kernels = chains.kernels(weight, chain)
             if sum(own.numel() for own in kernels) <= limit:
                 return form(kernels, chain)
-        by_cores = kinds == {TensorLinear} and weight.numel < dense and (not folds or chain is not None)
-        if by_cores and (dense > limit if smallest else weight.operations(ROWS)[0] < ROWS * dense):
-            cores, labels = zip(*weight.operands(), strict=True)
-            return form(cores, chain if folds else None, labels)
+        if kinds == {TensorLinear} and weight.numel < dense:
+            stages, cut = (chain.stages, 0) if chain is not None else _halves(weight) if folds else ((), 0)
+            fewer = dense > limit if smallest else weight.operations(ROWS)[0] < ROWS * dense
+            if fewer and (stages or not folds):
+                cores, labels = zip(*weight.operands(), strict=True)
+                return form(cores, None, labels, stages if folds else (), cut)
     # PyTorch's own bags do not export.
     return _Form() if dense > limit or (smallest and TensorEmbeddingBag in kinds) else form([weight.dense()])
+
+
+def _halves(weight: FactorizedWeight) -> tuple[tuple[int, ...], int]:
+    """The half that each core is part of, and how many factors of either side the first has; empty if that is slow."""
+    (outs, ins), (rows, columns), network = weight.layout.labels, weight.layout.splits, chains.network(weight)
+    best: tuple[tuple[int, ...], int] = (), 0
+    fewest = SMALL * math.prod(weight.shape)
+    for cut in range(1, min(len(outs), len(ins))):
+        early, late, sizes = {*outs[:cut], *ins[:cut]}, {*outs[cut:], *ins[cut:]}, (dict[str, int](), dict[str, int]())
+        stages = tuple(int(not late.isdisjoint(labels)) for labels, _ in network)
+        for stage, (labels, shape) in zip(stages, network, strict=True):
+            sizes[stage].update(zip(labels, shape, strict=True))
+        rank = math.prod(size for label, size in sizes[0].items() if label in sizes[1])
+        work = rank * math.prod(rows[cut:]) * (math.prod(columns) + math.prod((*rows[:cut], *columns[:cut])))
+        if early.isdisjoint(sizes[1]) and work < fewest:
+            best, fewest = (stages, cut), work
+    return best
 
 
 def _module(layer: Any, form: _Form, alone: bool) -> nn.Module:
@@ -199,7 +223,17 @@ def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
     (outs, ins), sizes = layout.labels, dict(zip(layout.labels[1], layout.splits[1], strict=True)) | {"batch": ROWS}
     for labels, core in zip(form.labels, form.tensors, strict=True):
         sizes |= dict(zip(labels, core.shape, strict=True))
-    stages = form.chain.stages if form.chain else range(len(form.labels))
+    stages, cut = form.stages or range(len(form.labels)), form.cut
+    merged = list[tuple[list[int], tuple[str, ...]]]()
+    for stage in sorted(set(stages)):
+        own = [k for k, other in enumerate(stages) if other == stage]
+        used = {*outs, *ins, *(label for k, labels in enumerate(form.labels) if k not in own for label in labels)}
+        kept = dict.fromkeys(label for k in own for label in form.labels[k] if label in used)
+        merged.append((own, tuple(kept)))
+    if cut:
+        bonds = tuple(label for label in merged[0][1] if label in merged[1][1])
+        orders = (*outs[:cut], *ins[:cut], *bonds), (*ins[cut:], *bonds, *outs[cut:])
+        merged = [(own, order) for (own, _), order in zip(merged, orders, strict=True)]
 
     def contracted(work: list[Any], output: tuple[str, ...]) -> Any:
         shaped = tuple((labels, tuple(sizes[x] for x in labels)) for _, labels in work)
@@ -209,17 +243,20 @@ def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
             name = dict(zip(dict.fromkeys(left + right), ascii_letters, strict=False)) | {"batch": "..."}
             parts = ["".join(sorted((name[x] for x in own), key="...".__ne__)) for own in (left, right, kept)]
             work.append((torch.einsum("{},{}->{}".format(*parts), a, b), kept))
-        return work[0]
+        value, found = work[0]
+        return value if found == output else value.permute([found.index(label) for label in output])
 
     def multiply(x: Any, *tensors: Any) -> Any:
         x = F.pad(x, (0, layout.padded[1] - layout.axes[1])) if layout.padded[1] > layout.axes[1] else x
-        work = [(x.unflatten(-1, layout.splits[1]), ("batch", *ins))]
-        for stage in sorted(set(stages)):
-            own = [k for k, other in enumerate(stages) if other == stage]
-            used = {*outs, *ins, *(label for k, labels in enumerate(form.labels) if k not in own for label in labels)}
-            kept = tuple(label for label in dict.fromkeys(x for k in own for x in form.labels[k]) if label in used)
-            work.append(contracted([(tensors[k], form.labels[k]) for k in own], kept))
-        y = contracted(work, ("batch", *outs))[0].flatten(-len(outs))
+        kernels = [contracted([(tensors[k], form.labels[k]) for k in own], kept) for own, kept in merged]
+        if cut:  # the shapes are such that no large tensor is transposed
+            (a, b), (c, d) = ([math.prod(own[s]) for own in layout.splits] for s in (slice(cut), slice(cut, None)))
+            y = x.unflatten(-1, (b, d)) @ kernels[1].reshape(d, -1)
+            y = (kernels[0].reshape(a, -1) @ y.unflatten(-1, (-1, c)).flatten(-3, -2)).flatten(-2)
+        else:
+            work = [(x.unflatten(-1, layout.splits[1]), ("batch", *ins))]
+            work += [(kernel, kept) for kernel, (_, kept) in zip(kernels, merged, strict=True)]
+            y = contracted(work, ("batch", *outs)).flatten(-len(outs))
         y = y.narrow(-1, 0, layout.axes[0]) if layout.padded[0] > layout.axes[0] else y
         return y if tensors[-1] is None else y + tensors[-1]  # the bias
 

@@ -58,7 +58,7 @@ class ProgressPrinter(Callback):
     def on_start(self, plan: Plan) -> None:
         self.plan, self.started = plan, time.monotonic()
         each = f"{plan.particles} particles of " * (plan.particles > 1) + self._size(plan.parameters)
-        self.on_message(f"training on {plan.num_data:,} data for {plan.epochs} epochs: {each}")
+        self.on_message(f"training on {plan.num_data:,} examples for {plan.epochs} epochs: {each}")
 
     def on_step(self, progress: Mapping[str, Any]) -> None:
         if time.monotonic() - self.printed >= STEP_LINES_EVERY:

@@ -64,13 +64,13 @@ def show_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
-    cls=CleanErrors, add_completion=False, no_args_is_help=True, rich_markup_mode="rich",
+    cls=CleanErrors, add_completion=False, no_args_is_help=True, rich_markup_mode="markdown",
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 data_app = typer.Typer(no_args_is_help=True, help="List the data sets, or fetch one.")
 
 
-@app.callback(epilog="Start with [bold]bayestrain train[/], which needs no download, or with [bold]bayestrain init[/].")
+@app.callback(epilog="Start with **bayestrain train**, which needs no download, or with **bayestrain init**.")
 def bayestrain(
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, metavar="",
                                           help="Print the version.")] = False,
@@ -92,9 +92,7 @@ def list_data() -> None:
 
 
 @data_app.command("get")
-def get_data(
-    name: Annotated[str, typer.Argument(help="One of those that [bold]bayestrain data list[/] shows.")],
-) -> None:
+def get_data(name: Annotated[str, typer.Argument(help="One of those that **bayestrain data list** shows.")]) -> None:
     """Download a data set unless it is on this machine, compare its checksums, and print its folder."""
     from bayestrain.app import data
 
@@ -109,9 +107,9 @@ def init(
 
     Everything runs as it is, and is meant to be replaced by your own. Files that exist are never overwritten.
 
-    \b
-    [bold]Example[/]
-      bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first
+    ```sh
+    bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first
+    ```
     """
     contents = {
         path.name: path.read_text(encoding="utf-8")

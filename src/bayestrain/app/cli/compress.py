@@ -30,11 +30,11 @@ def compress(
 ) -> None:  # fmt: skip
     """Make a trained network smaller, without training, and save it as `bayestrain.save` does.
 
-    \b
-    [bold]Examples[/]
-      bayestrain compress --model nets:build --weights w.safetensors --ratio 4 --data nets:loader --out small
-      bayestrain compress --model nets:build --weights w.pt --tolerance 0.1 --out small
-      bayestrain compress --model ./my-gpt2 --ratio 2 --out small
+    ```sh
+    bayestrain compress --model nets:build --weights w.safetensors --ratio 4 --data nets:loader --out small
+    bayestrain compress --model nets:build --weights w.pt --tolerance 0.1 --out small
+    bayestrain compress --model ./my-gpt2 --ratio 2 --out small
+    ```
     """
     if (out / "model.json").exists():
         raise ConfigError(f"{out} already holds a model. Choose another --out.")

@@ -25,10 +25,10 @@ def export(
     and what pictures were normalised with. A run names the function that builds its network, and that function is
     called: only use runs you trust.
 
-    \b
-    [bold]Examples[/]
-      bayestrain export runs/digits-seed0
-      bayestrain export runs/digits-seed0 --format pt2 --weights int8 --out digits.pt2
+    ```sh
+    bayestrain export runs/digits-seed0
+    bayestrain export runs/digits-seed0 --format pt2 --weights int8 --out digits.pt2
+    ```
     """
     result: dict[str, Any] = finished(folder).result
     if not result.get("input_shape"):

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 def predict(
     folder: Finished,
     inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.",
-                                                 metavar="INPUT...")],
+                                                 metavar="INPUT")],
     invert: Annotated[bool | None, typer.Option(help="Swap dark and bright in pictures, as digits scanned from paper "
                                                 "need it.", show_default="for grey pictures with a bright edge"),
                      ] = None,
@@ -36,10 +36,10 @@ def predict(
     Pictures of any size are scaled to that of the network's images. A run names the function that builds its network,
     and that function is called: only use runs you trust.
 
-    \b
-    [bold]Examples[/]
-      bayestrain predict runs/digits-seed0 seven.png
-      bayestrain predict first new.csv --json
+    ```sh
+    bayestrain predict runs/digits-seed0 seven.png
+    bayestrain predict first new.csv --json
+    ```
     """
     ask, _, particles = predictor(folder, device)
     rows = ask(inputs, invert)
@@ -88,7 +88,7 @@ def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["
                 mean, std = (torch.tensor(result[key])[:, None, None] for key in ("mean", "std"))
                 rows = (rows - mean) / std
         else:
-            raise DataError(f"{path} must be a {', '.join(ARRAYS)} file: an input has the shape {times(shape)}.")
+            raise DataError(f"{path} must be a .csv, .npy or .pt file: an input has the shape {times(shape)}.")
         parts.append(rows)
         names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
         labels += [{"input": name, "changed": ", ".join(changes)} for name in names]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DEVICE = "auto, cpu, cuda, cuda:N or mps. Default: a GPU if there is one."
 Device = Annotated[str, typer.Option("--device", help=DEVICE, metavar="DEVICE", show_default=False)]
 Finished = Annotated[Path, typer.Argument(help="Folder of a finished run.", metavar="RUN")]
-Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN")]
 
 
 def finished(folder: Path) -> "Run":
@@ -63,10 +63,10 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show the layers of a run's network: formats, ranks and sizes.
 
-    \b
-    [bold]Examples[/]
-      bayestrain inspect runs/digits-seed0
-      bayestrain inspect runs/digits-seed0 --plan --batch 1
+    ```sh
+    bayestrain inspect runs/digits-seed0
+    bayestrain inspect runs/digits-seed0 --plan --batch 1
+    ```
     """
     run = finished(folder)
     if as_json:
@@ -89,9 +89,9 @@ def inspect(
 def evaluate(folders: Runs, device: Device = "auto") -> None:
     """Evaluate finished runs again on their test data, and rewrite their reports. Nothing is trained.
 
-    \b
-    [bold]Example[/]
-      bayestrain evaluate runs/digits-seed0
+    ```sh
+    bayestrain evaluate runs/digits-seed0
+    ```
     """
     for folder in folders:
         finished(folder)
@@ -110,10 +110,10 @@ def report(
 ) -> None:  # fmt: skip
     """Write the HTML report of a run, or a comparison of several.
 
-    \b
-    [bold]Examples[/]
-      bayestrain report runs/digits-seed0
-      bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
+    ```sh
+    bayestrain report runs/digits-seed0
+    bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
+    ```
     """
     from bayestrain.app.report import write_comparison, write_report
 

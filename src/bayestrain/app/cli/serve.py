@@ -31,10 +31,10 @@ def serve(
 
     A run names the function that builds its network, and that function is called: only use runs you trust.
 
-    \b
-    [bold]Example[/]
-      bayestrain serve runs/digits-seed0 --port 8000
-      curl --data-binary @seven.png -H "Content-Type: image/png" localhost:8000/predict
+    ```sh
+    bayestrain serve runs/digits-seed0 --port 8000
+    curl --data-binary @seven.png -H "Content-Type: image/png" localhost:8000/predict
+    ```
     """
     try:
         import fastapi  # noqa: F401

@@ -49,15 +49,15 @@ def train(
 
     Without --model, --data and --config it trains the embedded example, a small network on 12,000 digits.
 
-    \b
-    [bold]Examples[/]
-      bayestrain train
-      bayestrain train --model nets:build --data nets:loaders --out first
-      bayestrain train --config run.toml --set fit.target_ratio=30 --seed 1
-      bayestrain train --config run.toml --particles 10
-      bayestrain train --config run.toml --from first --set fit.target_ratio=50
-      bayestrain train --print-config > run.toml
-      bayestrain train --resume --out first
+    ```sh
+    bayestrain train
+    bayestrain train --model nets:build --data nets:loaders --out first
+    bayestrain train --config run.toml --set fit.target_ratio=30 --seed 1
+    bayestrain train --config run.toml --particles 10
+    bayestrain train --config run.toml --from first --set fit.target_ratio=50
+    bayestrain train --print-config > run.toml
+    bayestrain train --resume --out first
+    ```
     """
     if resume and overwrite:
         raise ConfigError("--resume continues a run and --overwrite replaces it: give one of them.")

@@ -124,7 +124,8 @@ def curves(run: Run, *titles: str) -> list[Plot]:
     for title in titles:
         label, key, sign, held = CURVES[title]
         training = [(line["epoch"], sign * line[key]) for line in run.history if key in line]
-        validation = [(line["epoch"], line["validation"][held]) for line in run.history if held in line["validation"]]
+        scored = [line for line in run.history if held in line["validation"] and line["epoch"]]  # not the untrained one
+        validation = [(line["epoch"], line["validation"][held]) for line in scored]
         both = ((training, "-", BLUE, "training"), (validation, "--", ORANGE, "validation"))
         if lines := [line for line in both if len(line[0]) > 1]:
             with drawn(plots, title, "", y=label) as axes:

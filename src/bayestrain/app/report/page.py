@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from bayestrain.app.report import figures
 from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
@@ -19,8 +19,8 @@ from bayestrain.files import reading, write_atomically
 Runs = dict[str, Run]
 Section = dict[str, Any]
 """The arguments of the macro `section` in base.html.j2."""
-DECISIVE = {"classification": ("accuracy", 1, percent), "regression": ("rmse", -1, number)}
-"""The score that decides which run is best, whether high or low is good; else it is the log likelihood."""
+DECISIVE = {"classification": ("accuracy", "accuracy", 1, percent), "regression": ("rmse", "RMSE", -1, number)}
+"""The score that decides which run is best, its title, and whether high or low is good; else the log likelihood."""
 
 
 def write_report(folder: Path | str) -> Path:
@@ -130,21 +130,24 @@ def verdict(runs: Runs) -> tuple[str, list[figures.Plot]]:
     tasks, plots = {run.result["task"] for run in runs.values()}, list[figures.Plot]()
     if len(tasks) > 1:
         return "The runs are of different tasks, so their scores cannot be compared.", plots
-    key, sign, show = DECISIVE.get(tasks.pop(), ("log_likelihood", 1, number))
+    key, title, sign, show = DECISIVE.get(tasks.pop(), ("log_likelihood", "log likelihood", 1, number))
     scores = {name: metrics[key] for name, run in runs.items() if key in (metrics := run.result["metrics"])}
     if len(scores) < 2:
         return "Fewer than two of the runs are finished, so there is nothing to compare yet.", plots
-    sizes, key = {name: runs[name].result["parameters"] for name in scores}, key.replace("_", " ")
+    sizes = {name: runs[name].result["parameters"] for name in scores}
     best = max(scores, key=lambda name: sign * scores[name])
     close = [name for name in scores if abs(scores[best] - scores[name]) <= 0.005 * abs(scores[best])]
     small = min(close, key=lambda name: sizes[name])
-    text = f"{best} has the best {key}, {show(scores[best])}, with {sizes[best]:,} parameters."
+    text = f"{best} has the best {title}, {show(scores[best])}, with {sizes[best]:,} parameters."
     if sizes[small] < sizes[best]:
         text += f" {small} comes close with {show(scores[small])} and only {sizes[small]:,}."
-    labels = ("parameters (log scale)", f"{key} (%)" if show is percent else key)
-    with figures.drawn(plots, f"Size and {key}", "Further left is smaller.", *labels) as axes:
-        axes.set_xscale("log")
-        axes.xaxis.set(major_formatter="{x:,g}", minor_formatter=NullFormatter())
+    labels = ("parameters", f"{title} (%)" if show is percent else title)
+    with figures.drawn(plots, f"Size and {title}", "Further left is smaller.", *labels) as axes:
+        if max(sizes.values()) > 10 * min(sizes.values()):  # the axis has a power of ten to label
+            axes.set_xscale("log")
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set(major_formatter="{x:,.0f}", minor_formatter=NullFormatter())
         for place, (name, score) in enumerate(scores.items()):
             label, colour = figures.short(name) if len(scores) <= 8 else "", figures.SERIES[place % 6]
             axes.plot(sizes[name], score, "osD^vP"[place % 6], color=colour, markersize=7, label=label)
