@@ -142,9 +142,9 @@ class LayerCurve:
                 known = at_size.get(each.candidate)
                 at_size[each.candidate] = each if known is None or each.error < known.error else known
         found = []
-        for candidate, each in sorted(at_size.items(), key=lambda pair: pair[1].error)[:REFINED]:
+        for candidate in sorted(at_size, key=lambda candidate: at_size[candidate].error)[:REFINED]:
             curve = Curve(self.target, candidate)
-            cores = curve.refined(curve.cut(each.ranks))
+            cores = curve.refined(curve.cut(curve.largest(point.size)))
             found.append((curve.error(cores), curve, cores))
         error, curve, cores = min(found, key=lambda each: each[0])
         return curve.candidate, curve.folded.plain_cores(curve.candidate, cores), math.sqrt(max(error, 0.0))

@@ -225,15 +225,20 @@ class Curve:
 
     def _uniform(self) -> list[tuple[int, ...]]:
         """For some sizes the largest equal ranks that fit."""
-        found, bonds = [], len(self.equation.bonds)
-        for share in FITTED_AT:
-            rank = 1
-            while self._size((rank + 1,) * bonds) <= share * self.dense:
-                rank += 1
-            ranks = self.candidate.format.max_ranks(self.sizes, rank)
-            if self._size(ranks) < self.dense and is_quick(self.equation, self.sizes, ranks):
-                found.append(ranks)
-        return list(dict.fromkeys(found))
+        found = [self.largest(int(share * self.dense)) for share in FITTED_AT]
+        quick = [ranks for ranks in found if is_quick(self.equation, self.sizes, ranks)]
+        return [ranks for ranks in dict.fromkeys(quick) if self._size(ranks) < self.dense]
+
+    def largest(self, entries: int) -> tuple[int, ...]:
+        """The largest ranks with so many entries: curves are not sampled everywhere."""
+        if self.equation.is_tree:
+            return next(ranks for size, _, ranks in self.path() if size <= entries)
+        ranks = larger = self.candidate.format.max_ranks(self.sizes, 1)
+        while self._size(larger) <= entries:
+            ranks, larger = larger, self.candidate.format.max_ranks(self.sizes, max(larger) + 1)
+            if larger == ranks:
+                break
+        return ranks
 
     def cut(self, ranks: Sequence[int]) -> list[Tensor]:
         """Whitened cores of these ranks: of a tree the first singular directions, else a fit from a random start."""

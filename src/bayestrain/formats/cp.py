@@ -75,8 +75,8 @@ class CP(Format):
         goal, size = algebra.operands(equation, exact), algebra.norm(equation, exact)
         less, errors = exact, [size.new_zeros(())]
         while less[0].shape[-1] > 1:
-            less = one_less(equation, less, goal)
-            errors.append(relative_error(equation, less, goal, size))
+            error, less = polished(equation, one_less(equation, less, goal), goal, size, 0.0)
+            errors.append(error)
         lost = torch.stack([*errors, torch.ones_like(size)]).square()
         lost = torch.where(lost > EXACT**2, lost, 0.0).cummax(0).values
         return [lost.diff().cummax(0).values.flip(0).sqrt() * size]

@@ -18,6 +18,9 @@ STARTS, SWEEPS, STEPS, STALLED = 8, 200, 60, 1e-3
 FOUND, EXACT = 1e-3, 1e-8
 """Relative errors below which no other start is tried, and below which nothing is left to fit."""
 
+SMALLEST = 1e-14
+"""Relative damping of Newton steps at least: cores can be scaled against each other, so their normal matrix is singular."""
+
 WORK, NEWTON_WORK = 6e9, 2e10
 """Multiplications that a fit core by core may take, roughly, and one of all cores at once."""
 
@@ -128,11 +131,12 @@ def newton(equation: Equation, cores: Sequence[Tensor], tensor: Tensor, tol: flo
         scale = normal.diagonal().mean()
         while damping < 1e12:
             damped = normal + damping * scale * torch.eye(len(right), dtype=right.dtype, device=right.device)
-            steps = torch.linalg.solve(damped, right).split([shape.numel() for shape in shapes])
+            factor, singular = torch.linalg.cholesky_ex(damped)
+            steps = torch.cholesky_solve(right[:, None], factor).split([shape.numel() for shape in shapes])
             cores = [core + step.reshape(shape) for core, step, shape in zip(best, steps, shapes, strict=True)]
             left = tensor - algebra.dense(equation, cores)
-            if (new := float(torch.linalg.vector_norm(left) / size)) < error:
-                best, rest, error, damping = cores, left, new, damping / 3
+            if not singular and (new := float(torch.linalg.vector_norm(left) / size)) < error:
+                best, rest, error, damping = cores, left, new, max(damping / 3, SMALLEST)
                 break
             damping *= 4
         else:
