@@ -19,6 +19,7 @@ from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeErro
 from bayestrain.files import checksum, reading, write_atomically
 from bayestrain.formats import get
 from bayestrain.io.card import HEAD, card
+from bayestrain.io.structure import build, describe
 from bayestrain.nn.convert import Place, find_places, install
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import is_lazy
@@ -37,6 +38,9 @@ LAYOUT = ("shape", "axes", "splits", "modes")
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
     """Write a model or a posterior into a folder, which is created if necessary; ``model.json`` includes `about`.
+
+    The JSON describes a network whose modules are all PyTorch's own, such as an `nn.Sequential` of layers, so that
+    `load` builds it. The schema of the file is ``model.schema.json`` beside this module.
 
     A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays.
 
@@ -58,6 +62,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         tensors |= stacked
     check_values(module, tensors)
     own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module), "weights": {}}
+    own["network"] = _network(model)
     for name, weight in module.named_modules():
         if isinstance(weight, FactorizedWeight):
             if weight.rank_state is not None:
@@ -84,16 +89,18 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         write_atomically(readme, card({**(about or {}), **own}, ranks))
 
 
-def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None) -> Any:
+def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood | None = None) -> Any:
     """Read a saved model, in evaluation mode, or a saved posterior (a `ParticleModel`), ready to predict.
 
     Args:
         path: the folder, or one of its files.
         into: a freshly built network, before or after `tensorize_`. Its layers are replaced where they were factorised,
             its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
+            It can be left out if all modules of the network are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
     folder, description = _read_description(path)
+    into = _built_network(folder, description) if into is None else into
     if description["kind"] == "model":
         _fill(folder, description, into, _read_tensors(folder / WEIGHTS, description, into))
         return into.eval()
@@ -111,6 +118,37 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
         for owned in (joint.named_parameters(), joint.named_buffers())
     )
     return ParticleModel(joint.eval(), particles, carried)
+
+
+def _network(model: nn.Module | ParticleModel) -> Any:
+    """The modules of a network for ``model.json``, or None if that cannot say how to build it."""
+    module = model if isinstance(model, nn.Module) else model.joint
+    tensors, weights = _tensors(module), dict[str, Any]()
+    for name, own in module.named_modules():
+        if isinstance(own, FactorizedWeight):
+            weights[name] = {"format": own.format.name, "equation": str(own.equation), "layout": own.layout}
+    try:
+        found = describe(module if isinstance(model, nn.Module) else model.joint.model)
+        network = build(found, len(tensors))
+        whole = network if isinstance(model, nn.Module) else Joint(network, copy.deepcopy(model.joint.likelihood))
+        made = _built(Path(DESCRIPTION), {"weights": weights}, whole, tensors)[2]
+    except (BayesTrainError, RuntimeError, TypeError, ValueError):
+        return None
+    return found if {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in tensors.items()} else None
+
+
+def _built_network(folder: Path, description: Mapping[str, Any]) -> nn.Module:
+    """The network that a description describes, on the meta device."""
+    file = folder / (WEIGHTS if description["kind"] == "model" else PARTICLES)
+    if description.get("network") is None:
+        raise ConfigError(
+            f"{folder / DESCRIPTION} does not say how to build the network, which has classes or shared layers of its "
+            "own. Build it as it was, and pass it: load(path, into=network)."
+        )
+    with reading(file), safetensors.safe_open(file, "pt") as tensors:
+        number = len(tensors.keys())
+    with reading(folder / DESCRIPTION, "Build the network yourself, and pass it: load(path, into=network)."):
+        return build(description["network"], number)  # type: ignore[no-any-return]
 
 
 def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
@@ -193,6 +231,8 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
             needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
             raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
     install(module, places)
+    if any(tensor.is_meta for tensor in own.values()):
+        module.to_empty(device="cpu")
     for old, new in weights.items():
         if (old.format, old.layout) != (new.format, new.layout):
             new.requires_grad_(old.cores[0].requires_grad)
