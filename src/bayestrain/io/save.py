@@ -13,10 +13,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
-from bayestrain.files import checksum, reading, write_atomically
+from bayestrain.files import checksum, reading, write_atomically, writing
 from bayestrain.formats import get
 from bayestrain.io.card import HEAD, card
 from bayestrain.io.structure import build, describe
@@ -47,8 +48,11 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
     module, folder = model if isinstance(model, nn.Module) else model.joint, Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
+    with writing(folder):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
+        if foreign := _foreign(folder):
+            raise ConfigError(f"{foreign} is not of a model that save wrote. Choose another folder, or delete it.")
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
     tensors = _tensors(module)
     if not isinstance(model, nn.Module):
@@ -75,16 +79,17 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     if taken := sorted(set(own) & set(about or {})):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    content = safetensors.torch.save(plain)
+    content = safetensors.torch.save(plain, {"format": "pt", "bayestrain": str(VERSION)})
     own["sha256"] = hashlib.sha256(content).hexdigest()
     try:
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
     write_atomically(folder / DESCRIPTION, text)
-    if not (readme := folder / CARD).exists() or readme.read_bytes().startswith(HEAD.encode()):
+    if not (readme := folder / CARD).is_file() or readme.read_bytes().startswith(HEAD.encode()):
         ranks = {name: weight.ranks for name, weight in module.named_modules() if name in own["weights"]}
         write_atomically(readme, card({**(about or {}), **own}, ranks))
 
@@ -118,6 +123,25 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
         for owned in (joint.named_parameters(), joint.named_buffers())
     )
     return ParticleModel(joint.eval(), particles, carried)
+
+
+def _foreign(folder: Path) -> Path | None:
+    """A file in this folder that `save` would replace though another program wrote it, such as `transformers`."""
+    for name, other in ((DESCRIPTION, None), (WEIGHTS, DESCRIPTION), (PARTICLES, DESCRIPTION)):
+        file = folder / name
+        if not file.exists() or (other and (folder / other).exists()):
+            continue
+        try:
+            if other is None:
+                known = {"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys()
+            else:  # an earlier save was interrupted
+                with safetensors.safe_open(file, "pt") as found:
+                    known = "bayestrain" in (found.metadata() or {})
+        except (AttributeError, OSError, RecursionError, SafetensorError, ValueError):
+            known = False
+        if not known:
+            return file
+    return None
 
 
 def _network(model: nn.Module | ParticleModel) -> Any:
@@ -155,9 +179,9 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     """The folder of a saved model and its description, with layouts and likelihood as objects."""
     folder = Path(path).parent if Path(path).name in (WEIGHTS, PARTICLES, DESCRIPTION) else Path(path)
     file = folder / DESCRIPTION
-    if not file.is_file():
-        raise DataError(f"There is no saved model at {path}: {file} is missing. Name the folder of one.")
     try:
+        if not file.is_file():
+            raise DataError(f"There is no saved model at {path}: {file} is missing. Name the folder of one.")
         if file.stat().st_size > LARGEST_DESCRIPTION:
             raise ValueError(f"it has more than {LARGEST_DESCRIPTION:,} bytes")
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -171,7 +195,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
             if (about := found["likelihood"]) is not None:
                 known = about["kind"] == "classification"
                 found["likelihood"] = Classification(about["temperature"]) if known else Regression(about["noise"])
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{file} describes no saved model of version {VERSION}: {error!r}.") from error
     return folder, found
 
@@ -207,6 +231,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _read_tensors(file: Path, description: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a file, of which safetensors compares the header with the size before it reads any."""
     with reading(file, "Restore it, or save the model again."):
+        if not file.is_file():
+            raise ValueError("there is no such file")
         tensors = safetensors.torch.load_file(file)
         if checksum(file) != description.get("sha256", checksum(file)):  # an older description has none
             raise ValueError(f"its checksum is not that in {DESCRIPTION}; perhaps saving was interrupted")
