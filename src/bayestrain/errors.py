@@ -26,6 +26,13 @@ class DataError(BayesTrainError):
     """A file or data set is missing, damaged or not the expected one."""
 
 
+class WriteError(BayesTrainError, OSError):
+    """A file cannot be written: the disk is full, or this user may not write there."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} cannot be written: {self.strerror}. Make room, or choose another place."
+
+
 class TrainingError(BayesTrainError):
     """Training cannot continue: the loss is not finite, or a checkpoint does not fit."""
 

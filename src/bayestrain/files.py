@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from bayestrain.errors import DataError
+from bayestrain.errors import DataError, WriteError
 
 CHECKSUMS = "checksums.json"
 """The file with the SHA-256 of all others of a finished run."""
@@ -36,14 +36,23 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    except OSError as error:  # that of a full disk does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    except OSError as error:  # which names the temporary file, or none
+        raise WriteError(error.errno, error.strerror, str(path)) from error
     with contextlib.suppress(OSError):  # where a folder can be opened, the new name lasts through a power cut
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error of the system into one that names what cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(error.errno, error.strerror, str(error.filename or path)) from error
 
 
 def checksum(path: Path) -> str:

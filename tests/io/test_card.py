@@ -19,6 +19,10 @@ def network() -> nn.Module:
     return model
 
 
+class Mine(nn.Sequential):
+    """A class that `load` cannot build."""
+
+
 def test_a_plain_model_has_its_sizes_and_ranks(tmp_path: Path) -> None:
     model = network()
     bt.save(model, tmp_path)
@@ -27,7 +31,9 @@ def test_a_plain_model_has_its_sizes_and_ranks(tmp_path: Path) -> None:
     assert [line.split(": ")[0].rstrip(":") for line in head.splitlines() if line[0] != "-"] == ["library_name", "tags"]
     assert f"A network with {size:,} parameters, {nn_size() / size:.3g} times fewer" in text
     assert "| 0.factorized | tt | 32x24 | 4 |" in text
-    assert 'bt.load("FOLDER", into=build())' in text
+    assert 'bt.load("FOLDER")\n' in text
+    bt.save(Mine(*model), tmp_path)
+    assert 'bt.load("FOLDER", into=build())  # the network' in (tmp_path / "README.md").read_text()
     assert "None" not in text
 
 
@@ -36,7 +42,7 @@ def nn_size() -> int:
 
 
 def test_what_a_run_knows_is_in_it(tmp_path: Path) -> None:
-    posterior = bt.Posterior(independent(network, 3), num_data=10)
+    posterior = bt.Posterior(independent(lambda: Mine(*network()), 3), num_data=10)
     posterior.fix_ranks_()
     posterior.likelihood.temperature = 1.25  # type: ignore[attr-defined]
     about = {"name": "a|b <script>\n# c", "classes": ["cat", "dog"], "data": "d:load", "model": "n:build"}

@@ -15,7 +15,7 @@ from test_plain import KINDS, WITHOUT
 from torch import Tensor, nn
 
 import bayestrain as bt
-from bayestrain.errors import ConfigError, ConversionError
+from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
 from bayestrain.formats import FORMATS
 from bayestrain.nn import factorized_weights
 from bayestrain.posterior import Classification, Regression, independent
@@ -269,7 +269,7 @@ def test_a_full_disk_is_said_and_leaves_no_file(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match="No space left"):
+    with pytest.raises(BayesTrainError, match="No space left"):
         bt.export(bt.TensorLinear(8, 6, max_rank=2), tmp_path / "m.pt2", "pt2", example=torch.randn(2, 8))
     assert not list(tmp_path.iterdir())
 

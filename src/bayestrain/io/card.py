@@ -26,8 +26,9 @@ def card(about: Mapping[str, Any], ranks: Mapping[str, Iterable[int]]) -> str:
     if weights := about["weights"].items():
         shapes = [(path, each["format"], times(each["layout"]["shape"]), times(ranks[path])) for path, each in weights]
         parts += ["## Ranks\n", _table([("weight", "format", "shape", "ranks"), *shapes])]
-    build = f"build())  # {_plain(about['model'])}" if "model" in about else "build())  # the network as it was built"
-    code = f'import bayestrain as bt\n\nmodel = bt.load("FOLDER", into={build}'
+    built = "" if about.get("network") else ", into=build()"
+    note = f"  # {_plain(about.get('model', 'the network as it was built'))}" if built else ""
+    code = f'import bayestrain as bt\n\nmodel = bt.load("FOLDER"{built}){note}'
     return "\n".join([*parts, f"## Load\n\n```python\n{code}\n```\n"])
 
 

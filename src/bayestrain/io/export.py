@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, check_choice
-from bayestrain.files import write_atomically
+from bayestrain.files import write_atomically, writing
 from bayestrain.io.plain import plain
 from bayestrain.io.runtimes import NEEDED, WRITERS, quiet
 from bayestrain.io.save import check_values
@@ -83,8 +83,11 @@ def export(
         check_choice("weights", weights, tuple(BITS))
     if missing := " ".join(name for name in NEEDED.get(format, ()) if find_spec(name) is None):
         raise ConfigError(f"format={format!r} needs packages that are not installed. Type: pip install {missing}")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"Cannot write the file {path}: it is a folder, or its folder is missing or not writable.")
+    with writing(path):
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ConfigError(
+                f"Cannot write the file {path}: it is a folder, or its folder is missing or not writable."
+            )
     about = _about(model, weights, metadata or {})
     inputs, axes, spec = _inputs(example, dynamic)
     # An axis of size 1 would be traced as one that never varies.
@@ -118,10 +121,7 @@ def export(
             f"Nothing was written: the file's outputs differ from PyTorch's by {worst:.1e} of the largest, more than "
             f"{TOLERANCE:.0e}. Does the forward pass depend on values, or run in less than single precision?"
         )
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}. Choose another place, or make room.") from error
+    write_atomically(path, content)
     return ExportReport(path, format, len(content), nodes, worst, loss, getattr(network, "kept", {}))
 
 

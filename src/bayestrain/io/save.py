@@ -13,12 +13,14 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
-from bayestrain.files import checksum, reading, write_atomically
+from bayestrain.files import checksum, reading, write_atomically, writing
 from bayestrain.formats import get
 from bayestrain.io.card import HEAD, card
+from bayestrain.io.structure import build, describe
 from bayestrain.nn.convert import Place, find_places, install
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import is_lazy
@@ -38,13 +40,19 @@ LAYOUT = ("shape", "axes", "splits", "modes")
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
     """Write a model or a posterior into a folder, which is created if necessary; ``model.json`` includes `about`.
 
+    The JSON describes a network whose modules are all PyTorch's own, such as an `nn.Sequential` of layers, so that
+    `load` builds it. The schema of the file is ``model.schema.json`` beside this module.
+
     A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays.
 
     Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
     module, folder = model if isinstance(model, nn.Module) else model.joint, Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
+    with writing(folder):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
+        if foreign := _foreign(folder):
+            raise ConfigError(f"{foreign} is not of a model that save wrote. Choose another folder, or delete it.")
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
     tensors = _tensors(module)
     if not isinstance(model, nn.Module):
@@ -58,6 +66,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         tensors |= stacked
     check_values(module, tensors)
     own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module), "weights": {}}
+    own["network"] = _network(model)
     for name, weight in module.named_modules():
         if isinstance(weight, FactorizedWeight):
             if weight.rank_state is not None:
@@ -70,30 +79,33 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     if taken := sorted(set(own) & set(about or {})):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    content = safetensors.torch.save(plain)
+    content = safetensors.torch.save(plain, {"format": "pt", "bayestrain": str(VERSION)})
     own["sha256"] = hashlib.sha256(content).hexdigest()
     try:
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
     write_atomically(folder / DESCRIPTION, text)
-    if not (readme := folder / CARD).exists() or readme.read_bytes().startswith(HEAD.encode()):
+    if not (readme := folder / CARD).is_file() or readme.read_bytes().startswith(HEAD.encode()):
         ranks = {name: weight.ranks for name, weight in module.named_modules() if name in own["weights"]}
         write_atomically(readme, card({**(about or {}), **own}, ranks))
 
 
-def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None) -> Any:
+def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood | None = None) -> Any:
     """Read a saved model, in evaluation mode, or a saved posterior (a `ParticleModel`), ready to predict.
 
     Args:
         path: the folder, or one of its files.
         into: a freshly built network, before or after `tensorize_`. Its layers are replaced where they were factorised,
             its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
+            It can be left out if all modules of the network are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
     folder, description = _read_description(path)
+    into = _built_network(folder, description) if into is None else into
     if description["kind"] == "model":
         _fill(folder, description, into, _read_tensors(folder / WEIGHTS, description, into))
         return into.eval()
@@ -113,13 +125,63 @@ def load(path: Path | str, into: nn.Module, likelihood: Likelihood | None = None
     return ParticleModel(joint.eval(), particles, carried)
 
 
+def _foreign(folder: Path) -> Path | None:
+    """A file in this folder that `save` would replace though another program wrote it, such as `transformers`."""
+    for name, other in ((DESCRIPTION, None), (WEIGHTS, DESCRIPTION), (PARTICLES, DESCRIPTION)):
+        file = folder / name
+        if not file.exists() or (other and (folder / other).exists()):
+            continue
+        try:
+            if other is None:
+                known = {"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys()
+            else:  # an earlier save was interrupted
+                with safetensors.safe_open(file, "pt") as found:
+                    known = "bayestrain" in (found.metadata() or {})
+        except (AttributeError, OSError, RecursionError, SafetensorError, ValueError):
+            known = False
+        if not known:
+            return file
+    return None
+
+
+def _network(model: nn.Module | ParticleModel) -> Any:
+    """The modules of a network for ``model.json``, or None if that cannot say how to build it."""
+    module = model if isinstance(model, nn.Module) else model.joint
+    tensors, weights = _tensors(module), dict[str, Any]()
+    for name, own in module.named_modules():
+        if isinstance(own, FactorizedWeight):
+            weights[name] = {"format": own.format.name, "equation": str(own.equation), "layout": own.layout}
+    try:
+        found = describe(module if isinstance(model, nn.Module) else model.joint.model)
+        network = build(found, len(tensors))
+        whole = network if isinstance(model, nn.Module) else Joint(network, copy.deepcopy(model.joint.likelihood))
+        made = _built(Path(DESCRIPTION), {"weights": weights}, whole, tensors)[2]
+    except (BayesTrainError, RuntimeError, TypeError, ValueError):
+        return None
+    return found if {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in tensors.items()} else None
+
+
+def _built_network(folder: Path, description: Mapping[str, Any]) -> nn.Module:
+    """The network that a description describes, on the meta device."""
+    file = folder / (WEIGHTS if description["kind"] == "model" else PARTICLES)
+    if description.get("network") is None:
+        raise ConfigError(
+            f"{folder / DESCRIPTION} does not say how to build the network, which has classes or shared layers of its "
+            "own. Build it as it was, and pass it: load(path, into=network)."
+        )
+    with reading(file), safetensors.safe_open(file, "pt") as tensors:
+        number = len(tensors.keys())
+    with reading(folder / DESCRIPTION, "Build the network yourself, and pass it: load(path, into=network)."):
+        return build(description["network"], number)  # type: ignore[no-any-return]
+
+
 def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     """The folder of a saved model and its description, with layouts and likelihood as objects."""
     folder = Path(path).parent if Path(path).name in (WEIGHTS, PARTICLES, DESCRIPTION) else Path(path)
     file = folder / DESCRIPTION
-    if not file.is_file():
-        raise DataError(f"There is no saved model at {path}: {file} is missing. Name the folder of one.")
     try:
+        if not file.is_file():
+            raise DataError(f"There is no saved model at {path}: {file} is missing. Name the folder of one.")
         if file.stat().st_size > LARGEST_DESCRIPTION:
             raise ValueError(f"it has more than {LARGEST_DESCRIPTION:,} bytes")
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -133,7 +195,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
             if (about := found["likelihood"]) is not None:
                 known = about["kind"] == "classification"
                 found["likelihood"] = Classification(about["temperature"]) if known else Regression(about["noise"])
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{file} describes no saved model of version {VERSION}: {error!r}.") from error
     return folder, found
 
@@ -169,6 +231,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _read_tensors(file: Path, description: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a file, of which safetensors compares the header with the size before it reads any."""
     with reading(file, "Restore it, or save the model again."):
+        if not file.is_file():
+            raise ValueError("there is no such file")
         tensors = safetensors.torch.load_file(file)
         if checksum(file) != description.get("sha256", checksum(file)):  # an older description has none
             raise ValueError(f"its checksum is not that in {DESCRIPTION}; perhaps saving was interrupted")
@@ -193,6 +257,8 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
             needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
             raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
     install(module, places)
+    if any(tensor.is_meta for tensor in own.values()):
+        module.to_empty(device="cpu")
     for old, new in weights.items():
         if (old.format, old.layout) != (new.format, new.layout):
             new.requires_grad_(old.cores[0].requires_grad)

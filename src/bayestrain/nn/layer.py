@@ -129,13 +129,17 @@ class TensorLayer(nn.Module, ABC):
         layer._become(dense, weight)
         return layer
 
-    @torch.no_grad()
-    def to_dense(self) -> Any:
-        """A plain PyTorch layer that computes the same."""
+    def blank(self) -> Any:
+        """The plain PyTorch layer that this one stands for, without values."""
         settings: dict[str, Any] = {name: getattr(self, name) for name in self.settings}
         if "bias" in signature(self.dense_kind).parameters:
             settings["bias"] = self.bias is not None
-        dense: Any = self.dense_kind(**settings, device="meta")
+        return self.dense_kind(**settings, device="meta")
+
+    @torch.no_grad()
+    def to_dense(self) -> Any:
+        """A plain PyTorch layer that computes the same."""
+        dense = self.blank()
         dense.weight = nn.Parameter(self.weight.clone(memory_format=torch.contiguous_format))
         if self.bias is not None:
             dense.bias = nn.Parameter(self.bias.clone())
