@@ -9,7 +9,7 @@ from infer_kit import batches_of, bowl, build, density
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayestrain.infer import SVGD, Kernel, imq, rbf, stack
+from bayestrain.infer import SVGD, Kernel, count, imq, rbf, stack
 from bayestrain.infer.svgd import BLOCK
 
 F64 = torch.float64
@@ -17,7 +17,8 @@ F64 = torch.float64
 
 def svgd(density: Any, particles: dict[str, Tensor], lr: float, **options: Any) -> SVGD:
     """As it is printed: phi is a mean over the particles."""
-    return build("svgd", density, particles, lambda named: torch.optim.SGD(named, lr=lr), times_n=False, **options)
+    scale = options.pop("scale", 1.0) / count(particles)
+    return build("svgd", density, particles, lambda named: torch.optim.SGD(named, lr=lr), scale=scale, **options)
 
 
 def own_kernel(d2: Tensor) -> tuple[Tensor, Tensor]:
