@@ -57,16 +57,6 @@ def test_particles_longer_than_a_block_of_columns_move_the_same_way() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", [rbf, imq])
-@pytest.mark.parametrize("n", [2, 3, 20])
-def test_copies_move_together_along_their_gradient(n: int, kernel: Kernel, dtype: torch.dtype) -> None:
-    point = torch.randn(1000, dtype=dtype)
-    method = svgd(bowl, stack([{"x": point}] * n), 0.5, kernel=kernel)
-    method.step(None)
-    torch.testing.assert_close(method.particles["x"].detach(), (0.5 * point).expand(n, -1), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", [rbf, imq])
 def test_one_particle_apart_from_many_copies_pushes_none_away(kernel: Kernel, dtype: torch.dtype) -> None:
     """The median distance is zero here; what rounding leaves of it must not become the bandwidth."""
     point, other = torch.randn(2, 1000, dtype=dtype)
