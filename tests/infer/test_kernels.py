@@ -65,12 +65,6 @@ def test_copies_lie_at_a_distance_of_exactly_zero() -> None:
         torch.testing.assert_close(found[:10, 10:], distances_of(points)[:10, 10:])
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 7, 12])
-def test_the_median_rule_against_a_plain_loop(n: int) -> None:
-    points = torch.randn(n, 3, dtype=F64)
-    assert float(median_bandwidth(distances_of(points))) == pytest.approx(slow.median_rule(list(points)))
-
-
 def test_the_median_rule_counts_finite_distances_only() -> None:
     points = torch.randn(5, 3, dtype=F64)
     alive = torch.tensor([True, False, True, True, False])

@@ -1,7 +1,7 @@
 """Particles against densities whose moments are known in closed form."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,15 +32,15 @@ def normal(mean: Tensor, covariance: Tensor) -> LogDensity:
 
 def svgd(density: LogDensity, particles: dict[str, Tensor], optimizer: Any, **options: Any) -> SVGD:
     """As it is printed: phi is a mean over the particles."""
-    return SVGD(value_and_grad(density), particles, optimizer, times_n=False, **options)
+    return SVGD(value_and_grad(density), particles, optimizer, scale=1 / len(particles["x"]), **options)
 
 
-def settle(method: SVGD, rates: Sequence[tuple[int, float]], batch: Callable[[], Any] = lambda: None) -> Tensor:
+def settle(method: SVGD, rates: Sequence[tuple[int, float]]) -> Tensor:
     """Take so many steps at every learning rate; return where the particles are then."""
     for steps, lr in rates:
         set_lr(method, lr)
         for _ in range(steps):
-            method.step(batch())
+            method.step(None)
     return method.particles["x"].detach()
 
 
@@ -58,36 +58,6 @@ def test_svgd_finds_mean_and_covariance_of_a_gaussian(kernel: Kernel) -> None:
     x = settle(method, [(300, 0.1), (100, 0.02)])
     assert_within(x.mean(0), mean, 0.1)
     assert_within(torch.cov(x.T), covariance, 0.1)
-
-
-def regression() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(x, y, posterior mean, posterior covariance)`` of y = x w + noise with prior N(0, 4) and noise 0.5."""
-    x = torch.randn(60, 2, dtype=F64) @ torch.tensor([[1.0, 0.6], [0.0, 0.8]], dtype=F64)
-    y = x @ torch.tensor([1.0, -2.0], dtype=F64) + 0.5 * torch.randn(60, dtype=F64)
-    covariance = torch.linalg.inv(x.T @ x / 0.25 + torch.eye(2, dtype=F64) / 4)
-    return x, y, covariance @ x.T @ y / 0.25, covariance
-
-
-def joint(p: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Log prior, and the log likelihood of a batch scaled up to all 60 data."""
-    x, y = batch
-    misfit = (y - p["x"] @ x.T).square().sum(1) * 60 / len(y)
-    return -0.5 * misfit / 0.25 - 0.5 * p["x"].square().sum(1) / 4
-
-
-def test_svgd_finds_the_posterior_of_a_linear_regression_from_minibatches() -> None:
-    x, y, mean, covariance = regression()
-
-    def epochs() -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            for chosen in torch.randperm(60).split(20):
-                yield x[chosen], y[chosen]
-
-    batches = epochs()
-    method = svgd(joint, {"x": torch.randn(150, 2, dtype=F64)}, momentum)
-    found = settle(method, [(200, 0.005), (300, 0.0005), (600, 0.00005)], lambda: next(batches))
-    torch.testing.assert_close(found.mean(0), mean, rtol=0.0, atol=5e-3)
-    assert_within(torch.cov(found.T), covariance, 0.1)
 
 
 def test_svgd_crosses_over_to_the_second_mode_of_a_mixture() -> None:

@@ -99,14 +99,6 @@ def test_committed_table_and_figures_are_those_of_the_committed_results(tmp_path
         assert path.stat().st_size < 400_000
 
 
-def test_the_same_results_give_the_same_bytes(tmp_path: Path) -> None:
-    group(tmp_path / "results", "default", [{}, {"params": 2000}])
-    first, second = (write_table(tmp_path / "results", tmp_path / name).parent for name in ("one", "two"))
-    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
-    assert len(files) == 4
-    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
-
-
 def test_the_tables_of_the_documents_are_up_to_date(tmp_path: Path) -> None:
     experiments, copy = gather(RESULTS), tmp_path / "README.md"
     assert {path.relative_to(ROOT).as_posix() for path in table.DOCUMENTS} == {

@@ -10,6 +10,8 @@ With the particles as rows of Theta and their gradients as rows of G, both ``(n,
 distance with slope K', ``grad_{theta_i} K = 2 K'_ik (theta_i - theta_k)``, so both sums are matrix products::
 
     phi = ( K @ G  +  2 (K' @ Theta - rowsum(K') * Theta) ) / n
+
+The direction is n times phi, so a particle far from all others moves along its own gradient.
 """
 
 from typing import Any
@@ -28,22 +30,19 @@ class SVGD(Method):
 
     Args:
         kernel: a function of squared distances, see `infer.kernels`.
-        times_n: multiply phi by n, so that a particle far from all others moves along its own gradient.
     """
 
     name = "svgd"
-    options = Method.options | {"kernel", "times_n"}
+    options = Method.options | {"kernel"}
     fewest = 2
     advice = "A single particle has nothing to be repelled by: use MAP for a single point."
 
-    def __init__(self, *args: Any, kernel: Kernel = rbf, times_n: bool = True, **options: Any) -> None:
+    def __init__(self, *args: Any, kernel: Kernel = rbf, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.kernel, self.times_n = kernel, times_n
+        self.kernel = kernel
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:
         K, slope = self.kernel(squared_distances_(theta, alive))  # (n, n) each; theta is centred
-        n = 1 if self.times_n else alive.sum().clamp_min(1)
         for t, g in zip(theta.split(BLOCK, dim=1), gradients.split(BLOCK, dim=1), strict=True):
-            drive, repulsion = K @ g, 2 * (slope @ t - slope.sum(1, keepdim=True) * t)
-            g.copy_((drive + repulsion) / n)
+            g.copy_(K @ g + 2 * (slope @ t - slope.sum(1, keepdim=True) * t))
         return gradients
