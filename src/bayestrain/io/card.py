@@ -20,8 +20,9 @@ def card(about: Mapping[str, Any], ranks: Mapping[str, Iterable[int]]) -> str:
     parts += [f"{key.capitalize()}: {_plain(about[key])}\n" for key in ("data", "classes") if about.get(key)]
     if "temperature" in (likelihood := about.get("likelihood") or {}):
         parts += [f"Its probabilities are calibrated with the temperature {likelihood['temperature']:.4g}.\n"]
-    if metrics := about.get("metrics"):
-        rows = [(key.replace("_", " "), f"{value:.4g}") for key, value in metrics.items()]
+    if isinstance(metrics := about.get("metrics"), Mapping) and metrics:
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in metrics.items()}
+        rows = [(str(key).replace("_", " "), _plain(value)) for key, value in shown.items()]
         parts += ["## Figures on the test data\n", _table([("figure", "value"), *rows])]
     if weights := about["weights"].items():
         shapes = [(path, each["format"], times(each["layout"]["shape"]), times(ranks[path])) for path, each in weights]
@@ -41,4 +42,5 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 def _plain(value: object) -> str:
     """On one line, without what Markdown takes for the end of a cell or for HTML."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = text.encode(errors="replace").decode()  # half a surrogate pair is no text
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

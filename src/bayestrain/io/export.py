@@ -138,11 +138,11 @@ def _about(model: Any, weights: str | None, metadata: Mapping[str, Any]) -> dict
         about |= {"kind": "posterior", "particles": len(model), "likelihood": type(model.likelihood).__name__}
         about["temperature"] = getattr(model.likelihood, "temperature", None)
     check_values(module, tensors)
-    if taken := sorted(about.keys() & metadata.keys()):
+    if taken := sorted(about.keys() & metadata.keys() if isinstance(metadata, Mapping) else ()):
         raise ConfigError(f"metadata must not contain {taken[0]!r}, which export writes itself. Give it another name.")
     try:
         return dict(json.loads(json.dumps(about | dict(metadata), allow_nan=False)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"metadata must hold what JSON can: text, finite numbers, lists, dicts. {error}.") from error
 
 

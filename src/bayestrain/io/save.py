@@ -76,14 +76,14 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
                 )
             layout = {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)}
             own["weights"][name] = {"format": weight.format.name, "equation": str(weight.equation), "layout": layout}
-    if taken := sorted(set(own) & set(about or {})):
+    if taken := sorted(own.keys() & about.keys() if isinstance(about, Mapping) else ()):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
     content = safetensors.torch.save(plain, {"format": "pt", "bayestrain": str(VERSION)})
     own["sha256"] = hashlib.sha256(content).hexdigest()
     try:
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

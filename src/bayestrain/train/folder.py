@@ -118,6 +118,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         for path in filter(Path.exists, (self.path / LAST, self.path / PREVIOUS)):
             try:
                 state = _unpacked(path.read_bytes())
+                json.dumps(state.get("settings"))
             except Exception as error:  # a forged file can raise anything
                 damaged.append(f"{path} is damaged: {error}.")
                 continue

@@ -17,7 +17,7 @@ from bayestrain.files import reading
 from bayestrain.nn import count_parameters, dense_parameters
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import Plan
-from bayestrain.train.config import FitConfig
+from bayestrain.train.config import FitConfig, plain
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
@@ -192,7 +192,13 @@ class Loop:
         assert self.folder is not None
         with reading(self.folder.checkpoint, "Resume with the same network and data, or overwrite the run."):
             vars(self).update({name: state[name] for name in self.KEPT})
-            vars(self.search).update(state["search"])
+            vars(self.search).update({name: state["search"][name] for name in Search.KEPT})
+            plain((self.history, self.search.spectra))  # or else they could not be written later
+            for record in self.history:
+                _ = record["validation"], +record["parameters"], [tuple(bonds) for bonds in record["ranks"].values()]
+            right = isinstance(self.history, list) and self.epoch in range(self.epochs + 1)
+            if not right or not math.isfinite(self.seconds):
+                raise ValueError(f"its epoch is {self.epoch!r}, its time {self.seconds!r}")
             if self.search.ended is not None:
                 self.subject.end_search()
             self.subject.restore(state["subject"])

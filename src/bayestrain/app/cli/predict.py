@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,7 +112,7 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
         found = torch.as_tensor(content)
-    except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # NumPy and PyTorch raise anything on damage
         raise DataError(f"{path} cannot be read as rows of numbers: {str(error).partition('. ')[0]}.") from None
     if found.shape == shape:
         found = found[None]

@@ -1,5 +1,6 @@
 """Labelled images in memory, and `load`, which returns a whole data set of them by name."""
 
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -146,12 +147,17 @@ def load(name: str) -> Splits:
 
 def idx(content: bytes) -> Tensor:
     """The uint8 tensor of an idx file: a big-endian header of type, number of dimensions and sizes, then the bytes."""
-    start = 4 + 4 * content[3]
-    shape = struct.unpack(f">{content[3]}I", content[4:start])
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)  # torch warns on bytes
+    axes = content[3] if len(content) > 3 else 0
+    start = 4 + 4 * axes
+    shape = struct.unpack(f">{axes}I", content[4:start].ljust(4 * axes, b"\0"))
+    if content[:3] != b"\0\0\x08" or len(content) != start + math.prod(shape):
+        raise DataError(f"It is no idx file of bytes with shape {shape}: it has {len(content)} bytes.")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:].reshape(shape)  # torch warns on bytes
 
 
 def cifar(content: bytes) -> tuple[Tensor, Tensor]:
     """Images and labels of CIFAR-10 files: records of a label byte and the three planes of a 32x32 image."""
+    if not content or len(content) % 3073:
+        raise DataError(f"CIFAR-10 has records of 3,073 bytes, not {len(content)} bytes in all.")
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()

@@ -84,7 +84,8 @@ def render(template: str, **context: Any) -> str:
     """Fill a template; everything that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("bayestrain.app.report")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.get_template(template).render({"links": {}, "version": version("bayestrain"), **context})
+    page = environment.get_template(template).render({"links": {}, "version": version("bayestrain"), **context})
+    return page.encode(errors="replace").decode()  # half a surrogate pair is no text
 
 
 def _lead(run: Run) -> str:

@@ -1,0 +1,54 @@
+"""Records of the trust tools: results/trust/*.json, and the page results/trust.md made from them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayestrain.files import write_atomically, write_json
+from bayestrain.train.environment import describe_environment
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results" / "trust"
+KEPT = ("bayestrain", "python", "torch", "cpu", "threads", "commit", "dirty", "started")
+
+
+def record(name: str, content: dict[str, Any]) -> None:
+    """Write results/trust/NAME.json, with command and commit, and the page again."""
+    about = describe_environment(torch.device("cpu"))
+    command = " ".join(["python", Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix(), *sys.argv[1:]])
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_json(RESULTS / f"{name}.json", {"command": command, **{key: about[key] for key in KEPT}, **content})
+    write_atomically(ROOT / "results" / "trust.md", page(RESULTS))
+
+
+def page(folder: Path) -> str:
+    """The page of everything recorded in a folder."""
+    parts = ["# Trust\n\nWritten by the commands named below from results/trust/*.json.\n"]
+    for name, show in SECTIONS.items():
+        if (file := folder / f"{name}.json").is_file():
+            found = json.loads(file.read_text())
+            where = f"`{found['command']}` at commit {str(found['commit'])[:12]}{' with changes' * bool(found['dirty'])}"
+            parts.append(f"{show(found)}\n{where}, PyTorch {found['torch']}, {found['cpu']}.\n")
+    return "\n".join(parts)
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    """A table in Markdown; the first column is text."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(f'{x:,}' if type(x) is int else str(x) for x in line)} |\n" for line in lines)
+
+
+def fuzz(found: dict[str, Any]) -> str:
+    keys = ("inputs", "read", "refused", "unexpected", "slowest_seconds")
+    rows = [[name, *(one[key] for key in keys)] for name, one in found["readers"].items()]
+    rows.append(["all", *(sum(row[k] for row in rows) for k in range(1, 5)), max(row[5] for row in rows)])
+    text = "Damaged inputs per reader. Unexpected: anything but a result or a `BayesTrainError` in 5 s and 1 GB.\n\n"
+    return f"## Hostile inputs\n\n{text}{table(['reader', *keys[:4], 'slowest (s)'], rows)}"
+
+
+SECTIONS = {"fuzz": fuzz}
