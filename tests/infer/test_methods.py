@@ -21,6 +21,15 @@ class TestEnsemble(InferenceKit):
     name = "ensemble"
 
 
+class TestAnchored(InferenceKit):
+    name = "anchored"
+
+
+class TestHMC(InferenceKit):
+    name = "hmc"
+    options: ClassVar[dict[str, Any]] = {"lr": 0.05, "leapfrogs": 8, "seed": 3}
+
+
 class TestMAP(InferenceKit):
     name = "map"
     n = 1

@@ -9,15 +9,17 @@ Every method is built from a function that computes gradients and from starting 
 A new method is one file: a subclass of `Method` that overrides `direction`, and its name in `METHODS`.
 """
 
+from bayestrain.infer.anchored import Anchored
+from bayestrain.infer.hmc import HMC
 from bayestrain.infer.kernels import Diagnostics, Kernel, diagnose, imq, median_bandwidth, rbf
 from bayestrain.infer.method import MAP, Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
 from bayestrain.infer.particles import count, stack
 from bayestrain.infer.sgld import SGLD
 from bayestrain.infer.svgd import SVGD
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (SVGD, Ensemble, SGLD, MAP)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in (Anchored, SVGD, Ensemble, SGLD, HMC, MAP)}
 
 __all__ = [
-    "MAP", "METHODS", "SGLD", "SVGD", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
+    "HMC", "MAP", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
     "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
 ]  # fmt: skip

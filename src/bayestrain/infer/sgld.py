@@ -17,6 +17,9 @@ from torch import Tensor
 from bayestrain.errors import ConfigError
 from bayestrain.infer.method import Method
 
+WINDOW = 4
+"""The preconditioner is a mean over the last fourth of all steps at least: one that follows the chain widens it."""
+
 
 class SGLD(Method):
     """Langevin chains in parallel; arguments as for `Method`, with `lr` and a seed instead of an optimiser.
@@ -67,7 +70,7 @@ class Langevin(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 mean_square = state.setdefault("mean_square", torch.zeros_like(p))
-                mean_square.mul_(memory).addcmul_(p.grad, p.grad, value=1 - memory)
-                state["age"] = state.get("age", 0) + 1
-                size = (mean_square / (1 - memory ** state["age"])).sqrt_().add_(1e-8)
+                state["age"] = age = state.get("age", 0) + 1
+                mean_square.lerp_(p.grad.square(), max(1 / age, min(1 - memory, WINDOW / age)))
+                size = mean_square.sqrt().add_(1e-8)
                 p.addcdiv_(p.grad, size, value=-lr).add_(noise.div_(size.sqrt_()))

@@ -4,6 +4,7 @@
 predicted and how certain it is.
 """
 
+from bayestrain.posterior.laplace import Laplace, laplace
 from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
 from bayestrain.posterior.model import Joint, ParticleModel
 from bayestrain.posterior.posterior import Posterior, PosteriorStep, around, independent
@@ -17,7 +18,7 @@ from bayestrain.posterior.prediction import (
 )
 
 __all__ = [
-    "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Likelihood", "ParticleModel", "Posterior",
+    "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Laplace", "Likelihood", "ParticleModel", "Posterior",
     "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood", "at_temperature",
-    "auroc", "fit_temperature", "independent",
+    "auroc", "fit_temperature", "independent", "laplace",
 ]  # fmt: skip

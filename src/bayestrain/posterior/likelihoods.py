@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.errors import ConfigError, ShapeError
+from bayestrain.infer.anchored import normals
 from bayestrain.posterior.prediction import (
     ClassPrediction,
     Prediction,
@@ -50,6 +51,15 @@ class Likelihood(nn.Module, ABC):
     def taught(self, outputs: Tensor, teacher: Tensor) -> Tensor:  # noqa: ARG002
         """Return the expected log probability ``(B,)`` of targets drawn as a teacher's outputs predict them."""
         raise ConfigError("This likelihood cannot learn from a teacher. Give it a method taught(outputs, teacher).")
+
+    def perturbed(self, outputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor:
+        """Return the log probabilities ``(B,)`` with what is random in them determined by `keys` ``(B,)``.
+
+        Their gradients must vary as those of new data would. Here data have weights as in the Bayesian bootstrap.
+        """
+        weights: Tensor = -torch.special.ndtr(normals(keys, ())).log()  # Exponential(1)
+        found: Tensor = weights * self(full_precision(outputs), targets)
+        return found
 
     @property
     def predicts(self) -> bool:
@@ -133,6 +143,14 @@ class Regression(Likelihood):
 
     def taught(self, outputs: Tensor, teacher: Tensor) -> Tensor:
         return self.forward(outputs, full_precision(teacher))
+
+    def perturbed(self, outputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor:
+        """Return log probabilities of targets with noise added; the noise itself is learned from those without."""
+        mean, variance = self.describe(outputs).values()
+        targets, known = checked_targets(targets, outputs.shape).to(mean.dtype), variance.detach()
+        noisy = targets + known.sqrt() * normals(keys, mean.shape[1:])
+        found = gaussian_log_prob(noisy, mean, known)
+        return found if self.noise is not None else found + gaussian_log_prob(targets, mean.detach(), variance)
 
     def describe(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return ``mean`` and ``variance``, both in the outputs' shape."""

@@ -1,6 +1,7 @@
 """`Posterior`: particles of a network that train together, and how they start."""
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compact import CompactReport, compact_
-from bayestrain.errors import ConfigError, ShapeError, check_choice, check_counts
+from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, check_choice, check_counts
 from bayestrain.formats import Format
-from bayestrain.infer import METHODS, Method, count
+from bayestrain.infer import METHODS, Anchored, Method, count
+from bayestrain.infer.anchored import keys
+from bayestrain.infer.particles import flatten
 from bayestrain.nn.fast import fast
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.posterior.likelihoods import Classification, Likelihood, LogProb, as_likelihood, full_precision
@@ -22,6 +25,9 @@ RECOMPUTES = (
     "The network recomputes or moves its activations (torch.utils.checkpoint, save_on_cpu), which particles cannot: in "
     "the backward pass their weights are no longer in the network. Turn that off; a smaller chunk saves memory, too."
 )
+
+NARROW = 0.5
+"""Particles that have less of the posterior's width are not said to be spread like it."""
 
 
 class PosteriorStep(NamedTuple):
@@ -91,7 +97,11 @@ class Posterior(ParticleModel):
         self.prior, *_ = [make_prior(joint.model) for joint in joints]
         particles, carried = stack_joints(joints)
         self.method: Method = kind(self._gradients, particles, scale=1 / num_data, **options)
+        if isinstance(found := self.method, Anchored):  # lambda decides how wide the prior of its cores is
+            governed = tuple(f"model.{name}." for name in self.prior.weights)
+            found.anchors = {name: start for name, start in found.anchors.items() if not name.startswith(governed)}
         super().__init__(joints[0], self.method.particles, carried)
+        self._perturbed = True
         self.num_data, self.chunk, perf = num_data, chunk, fast()
         self._capture = None if perf is None else perf.Capture()
         self._training_chunk: int | None = None  # before the first step
@@ -143,11 +153,19 @@ class Posterior(ParticleModel):
             return {"density": self._prior_weight * value, "log_prior": value.detach()}
 
         self.template.train()
-        n, size = len(self), self._training_chunk or self.chunk or len(self)
+        n, size, method = len(self), self._training_chunk or self.chunk or len(self), self.method
         of_prior, self._seen = self._part(slice(n), log_prior)
+        own = None
+        if isinstance(method, Anchored) and self._perturbed:
+            own = keys(batch, method.numbers)
+            for name, anchor in method.anchors.items():
+                if anchor.shape == of_prior[name].shape:
+                    of_prior[name] = of_prior[name] + anchor * (self._prior_weight / self.prior.variance)
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-                found = [self._part(slice(i, i + size), self._log_likelihood, *batch) for i in range(0, n, size)]
+                found = [
+                    self._part(slice(i, i + size), self._log_likelihood, *batch, each=own) for i in range(0, n, size)
+                ]
         except (RuntimeError, ConfigError) as error:
             # PyTorch 2.11 cannot run the last one, a part of its checkpoints, under vmap.
             if any(sign in str(error) for sign in (RECOMPUTES, "use_reentrant", "_NoopSaveInputs")):
@@ -159,23 +177,52 @@ class Posterior(ParticleModel):
         total = torch._foreach_add([gradients[name] for name in particles], [of_prior[name] for name in particles])
         return density + prior, dict(zip(particles, total, strict=True))
 
-    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
         outputs = joint.model(x)
         mean = joint.likelihood.log_prob(outputs, y).mean()
+        climbed = mean if key is None else joint.likelihood.perturbed(outputs, y, key).mean()
         seen = {"log_likelihood": mean.detach(), "outputs": full_precision(outputs).detach()}
-        return {"density": self.num_data * mean, **seen}
+        return {"density": self.num_data * climbed, **seen}
 
-    def _part(self, which: slice, part: Part, *inputs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _part(
+        self, which: slice, part: Part, *inputs: Tensor, each: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of a density of some particles, and what the part returned, with the buffers after it."""
         leaves = {name: tensor[which].detach().requires_grad_() for name, tensor in self.particles.items()}
         # A pass changes batch norm's buffers; the prior, which has no inputs, only reads its own.
         changed = {n: t[which].clone() for n, t in self.carried.items() if inputs and ".rank_state." not in n}
         with torch.enable_grad():
-            found = self.joint.batched({**leaves, **(changed if inputs else self.carried)}, part, *inputs)
-            total, own = found["density"].sum(), list(leaves.values())
-            gradients = torch.autograd.grad(total, own, allow_unused=True, materialize_grads=True)
+            own = None if each is None else each[which]
+            found = self.joint.batched({**leaves, **(changed if inputs else self.carried)}, part, *inputs, each=own)
+            total, wanted = found["density"].sum(), list(leaves.values())
+            gradients = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
         found["density"] = found["density"].detach()
         return dict(zip(leaves, gradients, strict=True)), {**changed, **found}
+
+    def width(self, x: Tensor, y: Tensor) -> float:
+        """Return how wide the particles lie, next to the posterior given these training data; warn if below a half.
+
+        Draws from any density have ``E[(theta - mean) . grad log p(theta)] = -D``: it is 1 for draws, 0 for particles
+        that each sit on a peak, as those of an ensemble do, and in between the share of the variance that they have.
+        """
+        if len(self) < 2:
+            raise ConfigError("One particle has no width. Compare at least 2.")
+        self._prior_weight.fill_(self.prior.current_weight)
+        self._perturbed = False
+        try:
+            _, gradients = self._gradients(self.particles, (x, y))
+        finally:
+            self._perturbed, self._seen = True, {}
+        theta, rows = flatten(self.particles), flatten(gradients)
+        found = -float(((theta - theta.mean(0)).double() * rows).sum() / (theta.shape[1] * (len(self) - 1)))
+        if found < NARROW:
+            warnings.warn(
+                f"The particles have {found:.2f} of the posterior's width, so their epistemic uncertainty is a lower "
+                'bound. Use method="anchored", with starts drawn from the prior.',
+                ParticleWarning,
+                stacklevel=2,
+            )
+        return found
 
     def estimate_memory(self, x: Tensor, y: Tensor) -> Any:
         """Estimate a step's memory and choose the chunk; raise if it cannot fit. None without `bayestrain.perf`."""
