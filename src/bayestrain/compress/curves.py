@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayestrain.compress.candidates import SVD, Candidate
 from bayestrain.formats import algebra, trees
-from bayestrain.formats.fitting import is_quick, nearest
+from bayestrain.formats.fitting import is_quick, polished, sketched
 from bayestrain.nn import FactorizedWeight, Layout
 
 RIDGE = 1e-3
@@ -241,13 +241,13 @@ class Curve:
         return ranks
 
     def cut(self, ranks: Sequence[int]) -> list[Tensor]:
-        """Whitened cores of these ranks: of a tree the first singular directions, else a fit from a random start."""
+        """Whitened cores of these ranks: of a tree the first singular directions, else a quick fit from a random start."""
         if self.equation.is_tree:
             cores = self.cores
             for bond, rank in zip(self.equation.bonds, ranks, strict=True):
                 cores = algebra.keep(self.equation, cores, bond, torch.arange(rank, device=cores[0].device))
             return cores
-        return nearest(self.equation, self.folded.tensor, ranks, starts=1)[1]
+        return sketched(self.equation, self.folded.tensor, ranks)
 
     def error(self, cores: Sequence[Tensor]) -> float:
         """The squared error of whitened cores."""
@@ -256,7 +256,9 @@ class Curve:
     def refined(self, cores: Sequence[Tensor], sweeps: int = SWEEPS) -> list[Tensor]:
         """Whitened cores nearer to the target in its exact metric: least squares for one core after another."""
         result = list(cores)
-        if self.known is not None and self.folded.exact:  # no other cores are nearer
+        if not self.equation.is_tree:
+            result = min(result, polished(self.equation, result, self.folded.tensor)[1], key=self.error)
+        if self.folded.exact and (self.known is not None or not self.equation.is_tree):  # no other cores are nearer
             return result
         goal = self.folded.raised(self.folded.tensor)
         for _ in range(sweeps):

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import torch
@@ -57,11 +58,19 @@ _steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _einsum(operands: Sequence[Operand], output: Labels) -> Tensor:
-    """`torch.einsum` of one or two operands, whose labels become numbers below 52."""
-    number = {label: n for n, label in enumerate(dict.fromkeys(x for _, labels in operands for x in labels))}
-    args = [each for tensor, labels in operands for each in (tensor, [number[x] for x in labels])]
-    result: Tensor = torch.einsum(*args, [number[x] for x in output])
+    """`torch.einsum` of one or two operands, whose labels become letters."""
+    result: Tensor = torch.einsum(_letters(tuple(labels for _, labels in operands), output), *(t for t, _ in operands))
     return result
+
+
+@lru_cache(maxsize=4096)
+def _letters(operands: tuple[Labels, ...], output: Labels) -> str:
+    letter = dict(zip(dict.fromkeys(label for labels in operands for label in labels), ascii_letters, strict=False))
+    *left, right = ("".join(letter[label] for label in labels) for labels in (*operands, output))
+    return f"{','.join(left)}->{right}"
+
+
+_letters._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,9 @@ from bayestrain.formats.equation import Equation
 RIDGES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4)
 """A start is fitted with a ridge that falls: it leads past most local minima."""
 
+GENTLE = (1e-3, 1e-5)
+"""Ridges that keep the small components of a tensor whose singular values fall over decades."""
+
 STARTS, SWEEPS, STEPS, STALLED = 8, 200, 60, 1e-3
 """Random starts, sweeps and Newton steps at most; fitting stops where the relative error falls by less in ten."""
 
@@ -45,16 +48,30 @@ def nearest(
     generator = torch.Generator().manual_seed(0)  # the same tensor has the same cores
     sweeps, best = int(WORK / work(equation, small.shape, ranks)), (math.inf, list[Tensor]())
     for number in range(max(min(starts, sweeps // (5 * len(RIDGES))), 1)):
-        cores = algebra.random_cores(equation, small.shape, ranks, 1.0, generator=generator, dtype=torch.float64)
-        cores = [core.to(tensor.device) for core in cores]
+        cores = start(equation, small, ranks, generator)
         at_once = is_small(small, cores)
-        for ridge in () if at_once and number % 2 == 0 else RIDGES:
+        for ridge in RIDGES if number % 2 else () if at_once else GENTLE:
             cores = algebra.refit(equation, cores, [(small, equation.modes)], 5 if sweeps >= 30 else 1, ridge)
         found = polished(equation, cores, small, tol) if at_once else (relative_error(equation, cores, small), cores)
         best = min(best, found, key=lambda each: each[0])
         if best[0] <= max(tol, FOUND):
             break
     return polished(equation, outside(equation, polished(equation, best[1], small, tol)[1], bases), tensor, tol)
+
+
+def start(equation: Equation, tensor: Tensor, ranks: Sequence[int], generator: torch.Generator) -> list[Tensor]:
+    """Random cores on a tensor's device."""
+    cores = algebra.random_cores(equation, tensor.shape, ranks, 1.0, generator=generator, dtype=torch.float64)
+    return [core.to(tensor.device) for core in cores]
+
+
+def sketched(equation: Equation, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    """Cores of these ranks from one random start and a few sweeps, to compare many ranks."""
+    small, bases = inside(equation, tensor, ranks)
+    cores = start(equation, small, ranks, torch.Generator().manual_seed(0))
+    for ridge in (*GENTLE, 1e-12):
+        cores = algebra.refit(equation, cores, [(small, equation.modes)], 5, ridge)
+    return outside(equation, cores, bases)
 
 
 def inside(equation: Equation, tensor: Tensor, ranks: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
