@@ -1,8 +1,12 @@
-"""The callback for the Trainer of transformers, and an Accelerate loop: as good as `fit`, and resumed."""
+"""The callback for the Trainer of transformers, and an Accelerate loop: as good as `fit`, resumed after a kill."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +75,26 @@ def callback(**options: Any) -> RankCallback:
     return RankCallback(kit.TRAINED, prior=kit.PRIOR, **{**kit.SEARCH, **options})
 
 
-class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """As a crash does, in the middle of an epoch."""
+class Kill(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """In the middle of an epoch."""
 
     def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         if state.global_step == 3 * kit.STEPS + 7:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_it_reaches_what_fit_reaches_and_resumes(tmp_path: Path) -> None:
+def killed(call: str, folder: Path) -> None:
+    """Run a call of this file in a process that is killed."""
+    code = f"import sys, torch\nsys.path[:0] = {sys.path!r}\ntorch.set_num_threads(1)\nfrom test_trainer import *\n"
+    code += f"folder = Path({str(folder)!r})\n{call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_reaches_what_fit_reaches(tmp_path: Path) -> None:
     reports, model = list[Any](), Classifier()
-    with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path, Classifier(), callback(), Stop()).train()
+    killed("trainer(folder, Classifier(), callback(), Kill()).train()", tmp_path)
     resumed = trainer(tmp_path, model, callback(notify=reports.append))
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == kit.EPOCHS * kit.STEPS
@@ -124,18 +136,21 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
         callback().on_train_begin(args, transformers.TrainerState(), None)
 
 
-def test_an_accelerate_loop_reaches_what_fit_reaches() -> None:
-    """The recipe of docs/loops.md, with the rates of `fit`."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = kit.network()
+def accelerated(folder: Path, kill: bool = False) -> tuple[nn.Module, list[int]]:
+    """The recipe of docs/loops.md with the rates of `fit`: the network, and its size in each epoch."""
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), kit.network()
     prior = bt.RankPrior(model, kit.TRAINED, weight=kit.PRIOR.weight, align_every=20, warmup_steps=kit.STEPS)
     optimizer = torch.optim.Adam(model.parameters(), kit.CONFIG.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, kit.rate)
     loader = DataLoader(kit.batches(), batch_size=None)  # type: ignore[arg-type]
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    sizes = []
-    for epoch in range(kit.EPOCHS):
+    accelerator.register_for_checkpointing(prior)
+    sizes, states = list[int](), sorted(folder.glob("epoch-*"))
+    if states:
+        accelerator.load_state(str(states[-1]))
+    for epoch in range(int(states[-1].name[6:]) if states else 0, kit.EPOCHS):
         if 1 <= epoch < kit.CONFIG.epochs:
             bt.compact_(model, kit.CONFIG.compact_tol, rule="contribution", optimizer=optimizer)
         elif epoch == kit.CONFIG.epochs:
@@ -144,7 +159,9 @@ def test_an_accelerate_loop_reaches_what_fit_reaches() -> None:
             optimizer.state.clear()
         sizes.append(bt.count_parameters(model))
         searching = epoch < kit.CONFIG.epochs
-        for x, y in loader:
+        for number, (x, y) in enumerate(loader):
+            if kill and (epoch, number) == (3, 7):
+                os.kill(os.getpid(), signal.SIGKILL)
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(x), y)
                 accelerator.backward(loss + prior.loss() if searching else loss)
@@ -153,7 +170,25 @@ def test_an_accelerate_loop_reaches_what_fit_reaches() -> None:
                 optimizer.zero_grad()
             if searching and accelerator.sync_gradients:
                 prior.step()
+        if searching and epoch + 1 < kit.CONFIG.epochs:
+            accelerator.save_state(str(folder / f"epoch-{epoch + 1}"))
+    return model, sizes
+
+
+@pytest.mark.slow
+def test_an_accelerate_loop_killed_and_resumed_reaches_what_fit_reaches(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    killed("accelerated(folder, kill=True)", tmp_path)
+    assert [state.name for state in sorted(tmp_path.iterdir())] == ["epoch-1", "epoch-2", "epoch-3"]
+    model, sizes = accelerated(tmp_path)
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > sizes[3] > sizes[-1]
-    assert bt.ranks(model) == kit.fitted()[1]
-    assert abs(kit.accuracy(model) - kit.fitted()[0]) <= 0.003
+    assert bt.count_parameters(kit.network()) > sizes[0] > sizes[-1]
+    kit.assert_as_good_as_fit(model)
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    whole, sizes = accelerated(tmp_path / "never")  # and without an interruption
+    assert len(sizes) == kit.EPOCHS
+    kit.assert_as_good_as_fit(whole)
+    for own, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own, other)

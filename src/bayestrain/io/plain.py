@@ -5,7 +5,8 @@ import dis
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from contextlib import suppress
+from itertools import groupby
 from string import ascii_letters
 from typing import Any, NamedTuple
 
@@ -79,14 +80,17 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
 
 
 def _read_directly(root: nn.Module) -> set[Any]:
-    """The layers whose weight the forward pass of their parent reads, as attention does with its output projection."""
+    """The layers whose weight the forward pass of a module around them reads, as attention does with its projection."""
     found: set[Any] = set()
     for parent in root.modules():
         kind = getattr(type(parent), "dense_kind", type(parent))
         code = getattr(inspect.unwrap(kind.forward), "__code__", None)
         if code is not None and not issubclass(kind, nn.TransformerEncoderLayer):  # which only does on its fast path
             names = [str(own.argval) if own.opname == "LOAD_ATTR" else "" for own in dis.get_instructions(code)]
-            found.update(parent._modules.get(a) for a, b in pairwise(names) if b == "weight")
+            for path in (list(path) for used, path in groupby(names, bool) if used):
+                if "weight" in path[1:]:
+                    with suppress(AttributeError):  # it is not of a module
+                        found.add(parent.get_submodule(".".join(path[: path.index("weight", 1)])))
     return found
 
 
