@@ -184,15 +184,18 @@ def encoder() -> nn.TransformerEncoder:
 
 
 class Operations(TorchDispatchMode):
-    """The names of the operations that run inside of it."""
+    """The names of the operations that run inside of it, and the sizes of what they make."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.entries: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.__name__)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.entries.update(tensor.numel() for tensor in [result] if isinstance(tensor, Tensor) and not tensor.is_meta)
+        return result
 
 
 def multiplications(model: nn.Module, x: Tensor) -> int:
@@ -221,6 +224,43 @@ def test_an_encoder_in_evaluation_mode_takes_less_work_than_its_dense_twin(inclu
         assert "_transformer_encoder_layer_fwd.default" not in seen.names
         assert_close(y, model(x).detach(), rtol=1e-4, atol=1e-5)
         assert multiplications(own, x) < 0.7 * dense
+
+
+FORBIDDEN = torch.ones(5, 5).triu(1).bool()
+PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]).repeat(20, 1)
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"attn_mask": FORBIDDEN, "is_causal": True},
+    "scores": {"attn_mask": torch.randn(5, 5, dtype=torch.float64)},
+    "per head": {"attn_mask": FORBIDDEN.expand(80, 5, 5)},
+    "padding": {"key_padding_mask": PADDING},
+    "causal and padding": {"attn_mask": FORBIDDEN, "key_padding_mask": PADDING, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_self_attention_goes_through_its_factors_with_every_mask(mask: str, batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.MultiheadAttention(256, 2, batch_first=batch_first, dtype=torch.float64)])
+    nn.init.normal_(model[0].in_proj_bias)
+    bt.tensorize_(model, bt.TensorizeConfig(2, layout="split"))
+    own, twin = model[0], plain(model)[0]
+    x = torch.randn(40, 5, 256).double().transpose(0, 1 - batch_first)
+    options = {"need_weights": False, **MASKS[mask]}
+    with Operations() as seen:
+        found, _ = own(x, x, x, **options)
+    assert 3 * 256 * 256 not in seen.entries
+    assert_close(found, twin(x, x, x, **options)[0])
+    whole = own(x, x, x.clone(), **options)[0]  # what is not the same thrice is left to PyTorch
+    tensors = list(own.parameters())
+    for one, other in zip(*(torch.autograd.grad(y.square().sum(), tensors) for y in (found, whole)), strict=True):
+        assert_close(one, other)
+    with torch.no_grad():
+        assert_close(own.eval()(x, x, x, **options)[0], whole)
+        own.factorized.in_proj_weight.cores[0].data.zero_()  # hidden from version counters
+        twin.in_proj_weight.zero_()
+        assert_close(own.eval()(x, x, x, **options)[0], twin(x, x, x, **options)[0])
 
 
 def test_an_encoder_with_padding_computes_the_same_as_in_training_mode() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bayestrain.errors import ConversionError
 from bayestrain.formats import Format
 from bayestrain.formats.modes import check_modes
+from bayestrain.nn.attention import attend, forget
 from bayestrain.nn.conv import TWO_MODES_FROM
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import Modes
@@ -84,6 +85,10 @@ def _kind(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if traced():
             return base.forward(self, *args, **kwargs)
+        if issubclass(base, nn.MultiheadAttention):
+            packed = self._modules[HOLDER]._modules.get("in_proj_weight")
+            if (found := attend(self, packed, *args, **kwargs)) is not None:
+                return found
         token = _made.set({})
         try:
             return base.forward(self, *args, **kwargs)
@@ -98,6 +103,10 @@ def _kind(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
         """The module with whole parameters, as it was before `tensorize_`."""
         return take_(copy.deepcopy(self))
 
+    def train(self: Any, mode: bool = True) -> Any:
+        forget(self)
+        return base.train(self, mode)
+
     def read(self: Any) -> list[Any]:
         return [getattr(self, name, None) for name in self._flat_weights_names]
 
@@ -106,7 +115,7 @@ def _kind(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
     found: dict[str, Any] = {name: property(partial(_whole, name=name)) for name in names}
     found |= {"__reduce_ex__": reduce, "__module__": base.__module__, "__doc__": base.__doc__, "to_dense": to_dense}
-    found |= {"forward": forward, "dense_kind": base, "factorized_names": names}
+    found |= {"forward": forward, "train": train, "dense_kind": base, "factorized_names": names}
     if issubclass(base, nn.RNNBase):  # which keeps a list of its weights
         found |= {"_flat_weights": property(read, nothing), "flatten_parameters": nothing}
     kind: Any = type(base.__name__, (base,), found)
