@@ -16,9 +16,9 @@ from bayestrain.app.cli.app import app
 NETS = """
 import torch
 from torch import nn
-def build(): return nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16))
+def build(): return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8))
 def loader():
-    while True: yield torch.randn(64, 24), torch.zeros(64)
+    while True: yield torch.randn(64, 12), torch.zeros(64)
 def number(): return 3
 """
 FILES: dict[str, Callable[[nn.Module, Path], None]] = {
@@ -30,13 +30,18 @@ FILES: dict[str, Callable[[nn.Module, Path], None]] = {
 }
 
 
+def network() -> nn.Module:
+    """As `build` of nets.py."""
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
 @pytest.fixture(autouse=True)
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nets", raising=False)
     (tmp_path / "nets.py").write_text(NETS)
-    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16))
+    model = network()
     for name, write in FILES.items():
         write(model, tmp_path / name)
     return model
@@ -54,9 +59,9 @@ def test_weights_become_a_smaller_saved_model(file: str, trained: nn.Module) -> 
     )
     assert code == 0, text
     assert "change of output" in text
-    small = bt.load("small", into=nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16)))
+    small = bt.load("small", into=network())
     assert bt.count_parameters(small) <= bt.count_parameters(trained) / 2
-    x = torch.randn(200, 24)
+    x = torch.randn(200, 12)
     with torch.no_grad():
         assert (small(x) - trained(x)).norm() < 0.9 * trained(x).norm()
 
@@ -101,8 +106,8 @@ def test_a_file_cannot_run_code() -> None:
 
 def test_a_transformers_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     code, text = run("--model", str(tmp_path / "llama"), "--ratio", "2", "--out", "small")
     assert code == 0, text
