@@ -1,6 +1,7 @@
 """Writing files whole or not at all, and reading them with care."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -44,6 +45,18 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process or thread writes into a folder through this function."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network drives have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def checksum(path: Path) -> str:
