@@ -3,7 +3,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu bench-pretrained bench-export clean
+.PHONY: help install demo test test-fast test-faults fuzz coverage mutants lint docs wheel lock bench bench-gpu \
+  bench-pretrained bench-export clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +21,12 @@ test: lint ## everything CI runs: lint, all tests, and the kits once more withou
 
 test-fast: $(INSTALLED) ## the tests that take seconds
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+
+test-faults: $(INSTALLED) ## kill, starve and damage training, saving, exporting, fetching and serving 600 times
+	$(BIN)/python tests/trust/faults.py
+
+fuzz: $(INSTALLED) ## feed a million damaged inputs to everything that reads
+	$(BIN)/python tests/trust/fuzz.py
 
 lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/ruff check .

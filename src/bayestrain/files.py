@@ -1,6 +1,7 @@
 """Writing files whole or not at all, and reading them with care."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -53,6 +54,18 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WriteError(error.errno, error.strerror, str(error.filename or path)) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process or thread writes into a folder through this function."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network drives have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def checksum(path: Path) -> str:

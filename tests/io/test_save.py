@@ -293,19 +293,28 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
             assert torch.equal(network.state_dict()[name], tensor)
 
 
-def test_an_interrupted_save_never_mixes_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(trained(), tmp_path)
+@pytest.mark.parametrize("stop", [".model.safetensors.new", "model.json", "model.safetensors"])
+def test_an_interrupted_save_leaves_the_old_model_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    models = [trained(), trained()]
+    save(models[0], tmp_path)
+    replace = Path.replace
 
-    def killed(path: Path, content: bytes | str) -> None:
-        if path.name == "model.json":
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == stop:
             raise KeyboardInterrupt
-        write_atomically(path, content)
+        return replace(path, target)
 
-    monkeypatch.setattr(sys.modules["bayestrain.io.save"], "write_atomically", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(trained(), tmp_path)
-    with pytest.raises(DataError, match=r"model\.safetensors is damaged .*perhaps saving was interrupted"):
-        load(tmp_path, dense())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(models[1], tmp_path)
+    found = load(tmp_path, dense()).state_dict()
+    expected = models[stop == "model.safetensors"].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    save(models[0], tmp_path)
+    assert not list(tmp_path.glob(".model*"))
 
 
 def test_a_file_is_no_folder_to_save_into(tmp_path: Path) -> None:

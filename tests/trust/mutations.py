@@ -105,7 +105,9 @@ def spliced(value: Any, draw: random.Random) -> Any:
         elif kind == 3 and isinstance(owner, list):
             owner.insert(key, copy.deepcopy(owner[key]))
         elif kind == 4 and isinstance(owner[key], int | float) and not isinstance(owner[key], bool):
-            owner[key] = draw.choice((owner[key] + 1, -owner[key], owner[key] * 10.5 if abs(owner[key]) < 1e99 else 0.1))
+            owner[key] = draw.choice(
+                (owner[key] + 1, -owner[key], owner[key] * 10.5 if abs(owner[key]) < 1e99 else 0.1)
+            )
         else:
             owner[key] = draw.choice(VALUES)()
     return root[0]

@@ -282,7 +282,11 @@ def served(folder: Path) -> Reader:
     Image.fromarray(pixels).save(picture, "PNG")
     rows = json.dumps({"inputs": [[0.5] * 64] * 2}).encode()
     table = "\n".join([",".join(["0.25"] * 64)] * 2).encode()
-    seeds = [("application/json", b"", rows), ("text/csv", b"", table), ("image/png", b"invert=true", picture.getvalue())]
+    seeds = [
+        ("application/json", b"", rows),
+        ("text/csv", b"", table),
+        ("image/png", b"invert=true", picture.getvalue()),
+    ]
 
     def change(seed: Any, draw: random.Random, others: list[Any]) -> Any:
         kind, query, body = seed
@@ -308,10 +312,8 @@ def served(folder: Path) -> Reader:
         await app(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
-    loop = asyncio.new_event_loop()
-
     def read(given: tuple[str, bytes, bytes]) -> None:
-        status, answer = loop.run_until_complete(ask(*given))
+        status, answer = asyncio.run(ask(*given))
         found = json.loads(answer)
         assert status < 500, (status, answer[:200])
         if status != 200:
@@ -373,7 +375,14 @@ def pictures(folder: Path) -> Reader:
     return Reader(seeds, by_name, read)
 
 
-ABOUT = {"classes": ["a", "b"], "mean": [0.5], "metrics": {"accuracy": 0.9}, "data": "digits", "model": "m:b", "name": "n"}
+ABOUT = {
+    "classes": ["a", "b"],
+    "mean": [0.5],
+    "metrics": {"accuracy": 0.9},
+    "data": "digits",
+    "model": "m:b",
+    "name": "n",
+}
 
 
 def metadata(_: Path) -> Reader:
@@ -409,5 +418,11 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "metadata of an export": metadata,
     "metadata of a model": description,
 }
-SLOW = {"files of a report": 300, "state of a checkpoint": 20, "HTTP bodies": 5, "state of a posterior": 5}
+SLOW = {
+    "files of a report": 300,
+    "state of a checkpoint": 20,
+    "HTTP bodies": 5,
+    "metadata of a model": 5,
+    "state of a posterior": 5,
+}
 """How many times fewer inputs a reader gets, because one takes so much longer."""

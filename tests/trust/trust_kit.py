@@ -32,7 +32,9 @@ def page(folder: Path) -> str:
     for name, show in SECTIONS.items():
         if (file := folder / f"{name}.json").is_file():
             found = json.loads(file.read_text())
-            where = f"`{found['command']}` at commit {str(found['commit'])[:12]}{' with changes' * bool(found['dirty'])}"
+            where = (
+                f"`{found['command']}` at commit {str(found['commit'])[:12]}{' with changes' * bool(found['dirty'])}"
+            )
             parts.append(f"{show(found)}\n{where}, PyTorch {found['torch']}, {found['cpu']}.\n")
     return "\n".join(parts)
 
@@ -51,4 +53,18 @@ def fuzz(found: dict[str, Any]) -> str:
     return f"## Hostile inputs\n\n{text}{table(['reader', *keys[:4], 'slowest (s)'], rows)}"
 
 
-SECTIONS = {"fuzz": fuzz}
+def faults(found: dict[str, Any]) -> str:
+    rows = [
+        [name, row["faults"], len(row["broken"]), "; ".join(f"{n} {end}" for end, n in sorted(row["ends"].items()))]
+        for name, row in found["faults"].items()
+    ]
+    rows.append(["all", *(sum(row[k] for row in rows) for k in (1, 2)), ""])
+    text = (
+        "Each fault strikes a process that works on a folder. The promise is broken if finished work is lost or "
+        "half-written, if damage changes a result without being named, or if the job does not finish afterwards in the "
+        "bits of an undisturbed one.\n\n"
+    )
+    return f"## Faults\n\n{text}{table(['job, fault', 'faults', 'promise broken', 'how the job ended'], rows)}"
+
+
+SECTIONS = {"fuzz": fuzz, "faults": faults}

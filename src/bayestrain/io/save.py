@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, ShapeError
-from bayestrain.files import checksum, reading, write_atomically, writing
+from bayestrain.files import checksum, locked, reading, write_atomically, writing
 from bayestrain.formats import get
 from bayestrain.io.card import HEAD, card
 from bayestrain.io.structure import build, describe
@@ -85,10 +85,14 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
+    file = folder / (WEIGHTS if own["kind"] == "model" else PARTICLES)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / (WEIGHTS if own["kind"] == "model" else PARTICLES), content)
-    write_atomically(folder / DESCRIPTION, text)
+    with locked(folder):  # a process that is killed leaves the old model or the new one
+        write_atomically(_new(file), content)
+        write_atomically(folder / DESCRIPTION, text)
+        with writing(file):
+            _new(file).replace(file)
     if not (readme := folder / CARD).is_file() or readme.read_bytes().startswith(HEAD.encode()):
         ranks = {name: weight.ranks for name, weight in module.named_modules() if name in own["weights"]}
         write_atomically(readme, card({**(about or {}), **own}, ranks))
@@ -209,6 +213,11 @@ def _sizes(value: object) -> Any:
     raise ValueError(f"{str(value)[:40]} is no size or short list of sizes")
 
 
+def _new(file: Path) -> Path:
+    """Where tensors are until the description is theirs."""
+    return file.with_name(f".{file.name}.new")
+
+
 def check_values(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise unless a module's tensors, which may have another shape, are there and finite."""
     parameters = dict(module.named_parameters())
@@ -231,10 +240,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _read_tensors(file: Path, description: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a file, of which safetensors compares the header with the size before it reads any."""
     with reading(file, "Restore it, or save the model again."):
+        known = description.get("sha256")
+        if _new(file).is_file() and checksum(_new(file)) == known:  # saving was interrupted after the description
+            file = _new(file)
         if not file.is_file():
             raise ValueError("there is no such file")
         tensors = safetensors.torch.load_file(file)
-        if checksum(file) != description.get("sha256", checksum(file)):  # an older description has none
+        if known not in (None, checksum(file)):  # an older description has none
             raise ValueError(f"its checksum is not that in {DESCRIPTION}; perhaps saving was interrupted")
         masks = dict(module.named_buffers())
         for name, tensor in tensors.items():

@@ -83,14 +83,16 @@ def application(folder: Path, device: str) -> Any:
         return await run_in_threadpool(answer, bytes(body), suffix, invert)
 
     def answer(body: bytes, suffix: str, invert: bool | None) -> Any:
-        with TemporaryDirectory() as place:
-            file = Path(place, f"input{suffix}")
-            try:
+        try:
+            with TemporaryDirectory() as place:
+                file = Path(place, f"input{suffix}")
                 file.write_bytes(as_array(body) if suffix == ".npy" else body)
                 rows = ask([file], invert)
-            except (BayesTrainError, IndexError) as error:  # an index that a table does not have
-                reason = str(error).replace(str(file), "The input")
-                return JSONResponse({"error": reason}, 400 if isinstance(error, ConfigError) else 422)
+        except (BayesTrainError, IndexError) as error:  # an index that a table does not have
+            reason = str(error).replace(str(file), "The input")
+            return JSONResponse({"error": reason}, 400 if isinstance(error, ConfigError) else 422)
+        except (OSError, MemoryError) as error:
+            return JSONResponse({"error": f"The server has no room for this request: {error}."}, 503)
         return {"predictions": [{key: value for key, value in row.items() if key != "input"} for row in rows]}
 
     return app
