@@ -13,11 +13,12 @@ from bayestrain.infer.kernels import Diagnostics, Kernel, diagnose, imq, median_
 from bayestrain.infer.method import MAP, Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
 from bayestrain.infer.particles import count, stack
 from bayestrain.infer.sgld import SGLD
+from bayestrain.infer.spread import Spread
 from bayestrain.infer.svgd import SVGD
 
 METHODS: dict[str, type[Method]] = {method.name: method for method in (SVGD, Ensemble, SGLD, MAP)}
 
 __all__ = [
-    "MAP", "METHODS", "SGLD", "SVGD", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
-    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
+    "MAP", "METHODS", "SGLD", "SVGD", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "Spread",
+    "StepInfo", "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
 ]  # fmt: skip

@@ -188,6 +188,7 @@ class PosteriorConfig(Section, title="posterior"):
     temperature: float = setting("temperature of sgld; 1 samples the posterior", 1.0, at_least=0)
     jitter: float = setting("relative distance at which they start around the network of run.from_run", 1e-2, above=0)
     chunk: int = setting("particles that pass through the network together; 0: what fits into memory", 0, at_least=0)
+    replicas: int = setting("processes of torchrun that have the same particles and share each batch", 1, at_least=1)
     calibrate: bool = setting("fit the temperature of the predictions on the validation data", True)
 
 
@@ -238,7 +239,12 @@ class RunConfig:
 
 SECTIONS: dict[str, type[Section]] = {section.title: section for section in Section.__subclasses__()}
 
-IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")  # do not change what is trained, so may change
+IMMATERIAL = (
+    "fit.checkpoint_every",
+    "fit.threads",
+    "posterior.replicas",
+    "run.name",
+)  # do not change what is trained, so may change
 
 
 def unknown_setting(name: str) -> ConfigError:

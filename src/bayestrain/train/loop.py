@@ -15,7 +15,7 @@ from torch import Tensor
 from bayestrain.errors import CollapseWarning, Interrupted, TrainingError
 from bayestrain.files import reading
 from bayestrain.nn import count_parameters, dense_parameters
-from bayestrain.train.batches import Batches
+from bayestrain.train.batches import Batches, rows
 from bayestrain.train.callbacks import Plan
 from bayestrain.train.config import FitConfig
 from bayestrain.train.folder import RunFolder
@@ -87,11 +87,12 @@ class Loop:
     def _train_epoch(self) -> dict[str, Any]:
         """One pass over the data; the mean losses and accuracy."""
         every = LOOK_EVERY if self.data.device.type == "cuda" else 1
-        sums, recent, batches = [0.0] * 4, list[tuple[Tensor, int]](), iter(self.data)
+        self.data.epoch, sums, recent, batches = self.epoch, [0.0] * 4, list[tuple[Tensor, int]](), iter(self.data)
         groups = iter(lambda: list(islice(batches, self.config.accumulate)), [])
         for step, group in enumerate(groups, start=1):
             self._set_rate(self.epoch + min((step - 1) / self.steps, 1.0))
-            recent.append((self.subject.step(group).clone(), sum(len(y) for _, y in group)))
+            number = int(self.subject.world.sum_data(torch.tensor(sum(map(rows, group)))))
+            recent.append((self.subject.step(group).clone(), number))
             if step % every == 0 or step >= self.steps:
                 sums, recent = self._sums(sums, recent, step), []
             if step % LOOK_EVERY == 0:
