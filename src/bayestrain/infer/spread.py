@@ -28,6 +28,9 @@ class Spread:
         self.own = slice(first, first + own)
         """Which of all particles are here."""
 
+    def __deepcopy__(self, _: Any) -> "Spread":
+        return self  # of a method: the processes are the same
+
     @property
     def total(self) -> int:
         """Particles of all processes."""

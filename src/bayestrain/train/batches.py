@@ -169,8 +169,8 @@ class Batches:
         """A DataLoader of this process's rows only."""
 
         def parts() -> Iterator[list[Any]]:
-            assert (empty := self._empty) is not None
-            empty.clear()
+            empty: deque[bool] = deque()
+            self._empty = empty
             for chosen in map(list, data.batch_sampler or ()):
                 first, last = self._bounds(len(chosen))
                 empty.append(first == last)

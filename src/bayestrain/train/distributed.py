@@ -6,6 +6,7 @@ values (cuts, the order of the data, stopping) is decided by process 0, or from 
 """
 
 import atexit
+import gc
 import hashlib
 import os
 import time
@@ -41,11 +42,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
-def restarted() -> bool:
-    """Whether `torchrun --max-restarts` has started this process again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def shared(value: Any) -> Any:
     """The value that process 0 has."""
     if not dist.is_initialized():
@@ -72,7 +68,12 @@ def join(device: torch.device) -> None:
     alone = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
     seconds = float(os.environ.get(TIMEOUT, 600))
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo", timeout=timedelta(seconds=seconds))
+        wait, backend = timedelta(seconds=seconds), "cpu:gloo,cuda:nccl" if alone else "gloo"
+        store, number, size = next(dist.rendezvous("env://", timeout=wait))
+        # On one node torchrun keeps the store when it restarts workers, with the addresses of those that have ended.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else "0"
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=wait)
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise ConfigError(
@@ -80,7 +81,13 @@ def join(device: torch.device) -> None:
             f"within {seconds:g} s: {str(error).partition(chr(10))[0]} Start all of them with torchrun, on every node "
             f"with the same --rdzv-endpoint, or unset WORLD_SIZE. {TIMEOUT} sets the time to wait in seconds."
         ) from error
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        gc.collect()  # wrappers hold on to the group, whose threads must end before the process does
+        dist.destroy_process_group()
 
 
 class World(AbstractContextManager["World"]):
@@ -134,6 +141,10 @@ class World(AbstractContextManager["World"]):
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def any(self, true: bool) -> bool:
+        """Whether it is true in any process."""
+        return bool(self.sum_all(torch.tensor(float(true))))
 
     def sum_many(self, tensors: Sequence[Tensor]) -> None:
         """The same for many tensors in one call, each in place."""

@@ -149,7 +149,7 @@ def fit(
             callbacks, progress, folder = (), False, None
         elif folder is not None and not isinstance(folder, RunFolder):
             folder = stack.enter_context(RunFolder(folder, resume=resume))
-        saved, note = shared(folder.load_checkpoint() if folder is not None and resume else (None, ""))
+        saved, note = shared(folder.load_checkpoint() if folder is not None and folder.resumed else (None, ""))
         if saved is None:
             check_target(config, models[0])
         elif changed := "; ".join(differences(saved["settings"], known)):
