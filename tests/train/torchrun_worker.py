@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import bayestrain as bt
 from bayestrain.nn import TensorizeConfig, tensorize_
+from bayestrain.posterior.likelihoods import one_tensor
 from bayestrain.train import PriorConfig, fit
 
 torch.set_num_threads(1)
@@ -23,8 +24,8 @@ def classes(number: int) -> tuple[Tensor, Tensor]:
 
 
 def network() -> nn.Module:
-    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 3)).double()
-    tensorize_(model, TensorizeConfig(max_rank=8))
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 9), nn.ReLU(), nn.Linear(9, 3)).double()
+    tensorize_(model, TensorizeConfig(max_rank=8), lambda _, name: name != "2")
     return model
 
 
@@ -41,7 +42,7 @@ def summary(result: Any) -> dict[str, Any]:
     return {
         "curve": curve, "prior": prior, "ranks": [row["ranks"] for row in result.history],
         "validation": [row["validation"] for row in result.history],
-        "weights": [p.detach().sum().item() for p in result.model.parameters()],
+        "outputs": one_tensor(result.model(classes(20)[0])).tolist(),
     }  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def particles(number: int, **changes: Any) -> dict[str, Any]:
     assert result.posterior is not None
     whole = result.posterior.gathered()
     return {
-        **summary(result), "weights": [p.detach().flatten(1).sum(1).tolist() for p in whole.particles.values()],
+        **summary(result), "outputs": whole.outputs(classes(20)[0]).tolist(),
         "diagnostics": [row["diagnostics"] for row in result.history],
     }  # fmt: skip
 
@@ -70,6 +71,7 @@ SCENARIOS = {
     "tensors": lambda: map_of("tensors"),
     "loader": lambda: map_of("loader"),
     "function": lambda: map_of("function", accumulate=2),
+    "sharded": lambda: map_of("tensors", sharded=True, clip_norm=0.5),
     "svgd": lambda: particles(5),
     "mesh": lambda: particles(3, replicas=2),
     "sgld": lambda: particles(4, method="sgld"),

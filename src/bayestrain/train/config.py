@@ -139,6 +139,7 @@ class FitConfig(Section, title="fit"):
     gamma: float = setting("factor of schedule step at a milestone", 0.1, above=0, at_most=1)
     lr_warmup_epochs: float = setting("epochs over which the learning rate rises from 0", 0.0, at_least=0)
     precision: str = setting("arithmetic; tf32 is for GPUs", "float32", choices=("float32", "tf32", "bf16", "fp16"))
+    sharded: bool = setting("with torchrun, shard the dense parameters over the processes (fully_shard)", False)
     accumulate: int = setting("batches whose gradients are averaged for one step", 1, at_least=1)
     clip_norm: float = setting("largest norm of the gradient; 0: no clipping", 0.0, at_least=0)
     search: bool = setting("prune ranks; false keeps the ranks that the network has", True)

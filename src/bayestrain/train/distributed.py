@@ -20,7 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bayestrain
@@ -69,10 +73,14 @@ def join(device: torch.device) -> None:
     seconds = float(os.environ.get(TIMEOUT, 600))
     try:
         wait, backend = timedelta(seconds=seconds), "cpu:gloo,cuda:nccl" if alone else "gloo"
-        store, number, size = next(dist.rendezvous("env://", timeout=wait))
+        store, number, size = next(rendezvous("env://", timeout=wait))
         # On one node torchrun keeps the store when it restarts workers, with the addresses of those that have ended.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else "0"
-        store = dist.PrefixStore(f"attempt {attempt}", store)
+        attempt = (
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            if os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+            else "0"
+        )
+        store = PrefixStore(f"attempt {attempt}", store)
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=wait)
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -154,9 +162,38 @@ class World(AbstractContextManager["World"]):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module, whose gradients become means over the processes; buffers are those of process 0."""
-        if self.size == 1 or not any(p.requires_grad for p in module.parameters()):
+        own = [p for p in module.parameters() if p.requires_grad]
+        if self.size == 1 or not own or any(isinstance(p, DTensor) for p in own):
             return module
         return DistributedDataParallel(module)
+
+    def shard_(self, model: nn.Module, likelihood: nn.Module) -> None:
+        """Shard the dense parameters with `fully_shard`; every process keeps cores and other small ones whole.
+
+        The units that are put together for a pass are the elements of lists and sequences of modules.
+        """
+        self.copy_(t for module in (model, likelihood) for t in (*module.parameters(), *module.buffers()))
+        kept = {core for weight in factorized_weights(model).values() for core in weight.cores}
+        kept |= {p for p in model.parameters() if not p.ndim or len(p) < self.size}  # DTensor has no parts for these
+        units: list[nn.Module] = []
+        for module in model.modules():
+            if isinstance(module, nn.Sequential | nn.ModuleList):
+                inside = {each for unit in units for each in unit.modules()}
+                units += [child for child in module if child not in inside]
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for unit in units:
+            if not isinstance(unit, nn.ModuleList | nn.ModuleDict) and set(unit.parameters()) - kept:
+                fully_shard(unit, mesh=mesh, ignored_params=kept)
+        fully_shard(model, mesh=mesh, ignored_params=kept, reshard_after_forward=True)
+        for p in (*kept, *likelihood.parameters()):
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, parameter: Tensor) -> None:
+        """Make the gradient the mean over processes; what is the mean already stays as it is."""
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.size
 
     def copy_(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the values of process 0."""

@@ -156,6 +156,8 @@ def fit(
             raise ConfigError(f"It cannot be resumed with other settings: {changed}. Use the same, or another folder.")
         models = [model.to(place) for model in models[world.own]]
         likelihood = as_likelihood(likelihood).to(place, first.dtype)
+        if config.sharded and world.size > 1:
+            world.shard_(models[0], likelihood)
         steps = math.ceil(batches.steps / config.accumulate)
         if teacher is not None:
             teacher = copy.deepcopy(teacher).to(place).eval().requires_grad_(False)
@@ -200,6 +202,7 @@ def _check(config: FitConfig, how: PosteriorConfig, prior: Any, validation: Any,
         ("prior=False", prior is False, "Leave it out: a posterior has a prior."),
         ("teacher=", teacher is not None, "Train one network with it, then start particles around that."),
         ("fit.accumulate", config.accumulate > 1, "Use chunk= to save memory."),
+        ("fit.sharded", config.sharded, "Processes have particles of their own."),
         ('fit.precision "fp16"', config.precision == "fp16", 'Use "bf16".'),
     ):
         if refused and how.particles > 1:

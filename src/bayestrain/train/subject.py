@@ -5,11 +5,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bayestrain.compact import CompactReport, compact_
@@ -23,6 +24,7 @@ from bayestrain.posterior import Likelihood, ParticleModel, Posterior
 from bayestrain.posterior.likelihoods import one_tensor
 from bayestrain.posterior.model import Joint
 from bayestrain.prior import NormalPrior, RankPrior, check_weight_decay
+from bayestrain.prior.groups import whole
 from bayestrain.train.batches import Batches, apply, rows
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, plain
 from bayestrain.train.distributed import World
@@ -61,6 +63,12 @@ class Setup:
         lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
         options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
         options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
+        if any(isinstance(p, DTensor) for _, p in named):  # one call of a fast optimiser takes one kind
+            groups = [
+                {**group, "params": part} for group in groups
+                for part in ([p for p in group["params"] if isinstance(p, DTensor)],
+                             [p for p in group["params"] if not isinstance(p, DTensor)]) if part
+            ]  # fmt: skip
         kinds: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
         return kinds[config.optimizer](groups, **options)  # type: ignore[no-any-return]
 
@@ -121,7 +129,7 @@ class Network:
     def parameters(self) -> dict[str, Tensor]:
         """By name, stacked: ``(n, ...)``."""
         if self.posterior is None:
-            return {name: p.detach()[None] for name, p in self.template.named_parameters()}
+            return {name: local(p.detach())[None] for name, p in self.template.named_parameters()}
         return {name.removeprefix("model."): p.detach() for name, p in self.posterior.particles.items()}
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
@@ -155,7 +163,11 @@ class Network:
         self._add(pulls)
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.trained, self.config.clip_norm)
+            if any(isinstance(p, DTensor) for p in self.trained):
+                size = torch.stack([whole(p.grad.norm()) for p in self.trained if p.grad is not None]).norm()
+                nn.utils.clip_grads_with_norm_(self.trained, self.config.clip_norm, size, foreach=False)
+            else:
+                nn.utils.clip_grad_norm_(self.trained, self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -198,7 +210,10 @@ class Network:
         """Add the prior's gradients to the likelihood's, many at a time: autograd would add them one by one."""
         own = [(p, pull) for p, pull in zip(self.trained, pulls, strict=True) if pull is not None]
         if both := [(pull, p.grad) for p, pull in own if p.grad is not None]:
-            sums = iter(torch._foreach_add(*map(list, zip(*both, strict=True))))  # not in place: gradients may be views
+            add: Any = torch._foreach_add  # not in place: gradients may be views
+            if any(isinstance(pull, DTensor) for pull, _ in both):
+                add = partial(map, torch.add)  # some are sharded, some not
+            sums = iter(add(*map(list, zip(*both, strict=True))))
             own = [(p, pull if p.grad is None else next(sums)) for p, pull in own]
         for p, total in own:
             p.grad = total
@@ -245,6 +260,8 @@ class Network:
         if self.alive is not None:
             sane, self.alive = sane & self.alive, None
         spread = None if self.posterior is None else self.posterior.method.spread
+        if self.posterior is None:
+            sane = torch.tensor([not self.world.any(not bool(sane))])
         everywhere = sane if spread is None else spread.gather(sane.byte()).bool()
         if not (broken := (~everywhere).nonzero().flatten().tolist()):
             return ""
@@ -362,6 +379,11 @@ def predict(
                     outputs = one_tensor(model(arranged(x)))
                 parts.append(likelihood.prediction({k: t.cpu()[None] for k, t in likelihood.describe(outputs).items()}))
     return type(parts[0]).cat(parts), torch.cat(targets)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:
