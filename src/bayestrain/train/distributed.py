@@ -10,11 +10,10 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from bayestrain.compact import CompactReport
 from bayestrain.errors import BayesTrainError, ConfigError, TrainingError
 from bayestrain.infer import Spread
 from bayestrain.nn import factorized_weights
+from bayestrain.prior.groups import whole
 from bayestrain.train.config import shown
 
 TIMEOUT = "BAYESTRAIN_TIMEOUT"
@@ -98,7 +98,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-class World(AbstractContextManager["World"]):
+class World:
     """The processes of a run; alone, one process that has all particles and all data.
 
     Args:
@@ -242,13 +242,18 @@ class World(AbstractContextManager["World"]):
                         f"in process {number}. Start all of them with the same command, config and code."
                     )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Of an error in another process, process 0 says which one it was in, before `torchrun` stops it."""
-        if error is None or self.size == 1 or not isinstance(error, Exception) or not dist.is_initialized():
-            return
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Of an error in another process, process 0 says which one it was in, before `torchrun` stops it."""
+    try:
+        yield
+    except Exception as error:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            raise
         store: Any = dist.distributed_c10d._get_default_store()
-        if self.rank:
-            store.set("failed", f"Process {self.rank} of {self.size} failed: {type(error).__name__}: {error}")
+        if number := dist.get_rank():
+            store.set("failed", f"Process {number} of {dist.get_world_size()} failed: {type(error).__name__}: {error}")
             dist.destroy_process_group()  # wakes process 0, if it waits for this one
             time.sleep(LAST_WORDS)
         elif not isinstance(error, BayesTrainError):
@@ -257,6 +262,14 @@ class World(AbstractContextManager["World"]):
                 time.sleep(0.1)
             if store.check(["failed"]):
                 raise TrainingError(store.get("failed").decode()) from error
+        raise
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state of a network that is sharded, put together on the CPU of every process; None of any other."""
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return None
+    return {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
 
 
 def _code() -> str:

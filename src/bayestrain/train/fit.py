@@ -22,7 +22,7 @@ from bayestrain.posterior.likelihoods import LogProb
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import ProgressPrinter
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, differences, flat, unknown_setting
-from bayestrain.train.distributed import World, own_device, shared
+from bayestrain.train.distributed import World, own_device, reporting, shared
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.loop import Loop, random_state, set_random_state
 from bayestrain.train.search import check_target
@@ -126,7 +126,11 @@ def fit(
     first = next(models[0].parameters(), torch.empty(0))
     place = own_device(torch.device(first.device if device is None else device))
     with ExitStack() as stack:
-        world = stack.enter_context(World(place, how.particles, how.replicas))
+        stack.enter_context(reporting())
+        world = World(place, how.particles, how.replicas)
+        chosen = None if prior is False else prior if isinstance(prior, PriorConfig) else PriorConfig()
+        known = {**flat(config, how, *([chosen] if chosen else [])), "seed": int(seed)}
+        world.agree(known)
         batches, held_out = Batches(data, config.batch_size, shuffle=True, device=place, world=world), None
         if validation is not None:
             held_out = Batches(validation, max(config.batch_size, 256), shuffle=False, device=place, name="validation")
@@ -137,14 +141,11 @@ def fit(
         convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in models[0].modules())
         torch.set_num_threads(config.threads or (1 if small and not convolves else torch.get_num_threads()))
         number = batches.count(num_data)
-        chosen = None if prior is False else prior if isinstance(prior, PriorConfig) else PriorConfig()
-        known = flat(config, how, *([chosen] if chosen else []))
-        known |= {"seed": int(seed), "num_data": number, "batches": batches.steps}
+        known |= {"num_data": number, "batches": batches.steps}
         if optimizer is not None:
             known["fit.optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__name__)
         if teacher is not None:
             known["teacher"] = f"{type(teacher).__name__} of {count_parameters(teacher):,} parameters"
-        world.agree(known)
         if world.rank:
             callbacks, progress, folder = (), False, None
         elif folder is not None and not isinstance(folder, RunFolder):

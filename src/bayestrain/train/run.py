@@ -27,7 +27,7 @@ from bayestrain.posterior.prediction import ClassPrediction, RegressionPredictio
 from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.config import RunConfig, TensorizeSettings
-from bayestrain.train.distributed import join, own_device, rank, shared
+from bayestrain.train.distributed import join, own_device, rank, reporting, shared, whole_state
 from bayestrain.train.environment import describe_environment, peak_memory_bytes, record_environment
 from bayestrain.train.fit import fit
 from bayestrain.train.folder import RunFolder, read_json
@@ -39,6 +39,7 @@ COLLAPSED = 0.5  # fewer different particles than this share of all deserve a wa
 DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")  # what a run may know of its data
 
 
+@reporting()
 def train_run(
     config: RunConfig, folder: Path | str, *, resume: bool = False, overwrite: bool = False,
     device: torch.device | str = "cpu", callbacks: Sequence[Any] = (), command: str = "",
@@ -77,6 +78,9 @@ def train_run(
             callbacks=callbacks, folder=opened, resume=resume, device=place, seed=seed, progress=False,
         )  # fmt: skip
         trained = fitted.model if fitted.posterior is None else fitted.posterior.gathered()
+        if (state := whole_state(fitted.model)) is not None and opened is not None:
+            trained = tensorized(built(config.run.model), config.tensorize).to(place)
+            trained.load_state_dict(state)
         if opened is None:
             return {}
         result = {
