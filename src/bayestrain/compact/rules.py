@@ -39,18 +39,22 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
     method = _method(weight, rule)
     if method == "rounding":
         shares = _singular_shares(weight)
-        ranks = ranks or tuple(_rank(bond, tol / len(shares) ** 0.5) for bond in shares)  # errors add up in squares
+        ranks = ranks or tuple(
+            _rank(weight.mean(bond), tol / len(shares) ** 0.5) for bond in shares
+        )  # errors add up in squares
         rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
         return _cut(weight, rounded, None, shares)
     keep, shares, cores, bonds = {}, [], _start(weight, method), weight.equation.bonds
     for number, bond in enumerate(bonds):
         if method == "lambda":  # sorted: particles that did not start at one point have no indices in common
             values, order = weight.log_lambdas[number].cpu().exp().sort(dim=1)
-            rank = max(int((values.mean(0) > tol).sum()), 1)
+            rank = max(int((weight.mean(values) > tol).sum()), 1)
         else:
             order, share = _dropped(weight, cores, bond)
             shares.append(share)
-            rank = _rank(share, tol / len(bonds)) if ranks is None else ranks[number]  # at worst errors add up
+            rank = (
+                _rank(weight.mean(share), tol / len(bonds)) if ranks is None else ranks[number]
+            )  # at worst errors add up
         keep[bond] = order[:, -rank:].sort(dim=1).values
         pairs = zip(cores, keep[bond], strict=True)
         cores = [algebra.keep(weight.equation, own, bond, index) for own, index in pairs]
@@ -61,14 +65,15 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
 
 def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: Sequence[Tensor]) -> Cut:
     changes = [relative_change(weight.module, *pair) for pair in zip(weight.exact, cores, strict=True)]
-    error = (sum(change**2 for change in changes) / len(changes)) ** 0.5
-    spectra = tuple(tuple(bond.mean(0).sqrt().tolist()) for bond in shares)
-    return Cut([_stacked(core) for core in zip(*cores, strict=True)], keep, error, spectra)
+    error = float(weight.mean(torch.tensor(changes, dtype=torch.float64).square())) ** 0.5
+    spectra = tuple(tuple(weight.mean(bond).sqrt().tolist()) for bond in shares)
+    return Cut([_stacked(core, weight) for core in zip(*cores, strict=True)], keep, error, spectra)
 
 
-def _stacked(cores: Sequence[Tensor]) -> Tensor:
+def _stacked(cores: Sequence[Tensor], weight: Weight) -> Tensor:
     """One core of every particle; one that needs lower ranks is padded with zeros."""
-    result = cores[0].new_zeros(len(cores), *map(max, zip(*(core.shape for core in cores), strict=True)))
+    shape = weight.largest([max(sizes) for sizes in zip(*(core.shape for core in cores), strict=True)])
+    result = cores[0].new_zeros(len(cores), *shape)
     for own, core in zip(result, cores, strict=True):
         own[tuple(map(slice, core.shape))] = core
     return result
@@ -89,7 +94,7 @@ def _method(weight: Weight, rule: str | None) -> str:
 
 def _rank(shares: Tensor, tol: float) -> int:
     """The smallest rank with which the indices from it on lose at most `tol` of the norm together."""
-    tails = shares.mean(0).flip(0).cumsum(0).flip(0).clamp_min(0.0).sqrt()
+    tails = shares.flip(0).cumsum(0).flip(0).clamp_min(0.0).sqrt()
     return max(int((tails > tol).sum()), 1)
 
 
@@ -148,11 +153,11 @@ class Priced:
 def priced(weight: Weight, rule: str | None) -> Priced:
     """What the indices of one weight are worth to a budget, in the mean over particles."""
     if (method := _method(weight, rule)) == "rounding":
-        rows = [bond.mean(0) for bond in _singular_shares(weight)]
+        rows = [weight.mean(bond) for bond in _singular_shares(weight)]
         rows = [row[: max(int((row > 0).sum()), 1)] for row in rows]  # rounding keeps no index for noise
     else:
         start = _start(weight, method)
-        rows = [_dropped(weight, start, bond)[1].mean(0) for bond in weight.equation.bonds]
+        rows = [weight.mean(_dropped(weight, start, bond)[1]) for bond in weight.equation.bonds]
     return Priced(weight.equation, weight.layout.sizes, [row.tolist() for row in rows])
 
 

@@ -12,6 +12,7 @@ from torch.func import vmap
 from bayestrain.compact.measure import weight_inner
 from bayestrain.compact.optimizers import carry_state_
 from bayestrain.errors import ConfigError
+from bayestrain.infer import Spread
 from bayestrain.nn.factorized import FactorizedWeight, RankState, replace_data
 from bayestrain.nn.sizes import layer_name
 from bayestrain.prior.density import conditional_mode
@@ -35,6 +36,7 @@ class Weight:
         self.name, self.module, self.posterior = layer_name(path), module, posterior
         self.format, self.equation, self.layout = module.format, module.equation, module.layout
         self.number = 1 if posterior is None else len(posterior)
+        self.spread: Spread | None = getattr(getattr(posterior, "method", None), "spread", None)
         self._prefix = f"model.{path}." if path else "model."
         stacks = () if posterior is None else (posterior.particles, posterior.carried)
         self._stacks: Mapping[str, Tensor] = ChainMap(*stacks)
@@ -75,6 +77,16 @@ class Weight:
         stacked = [core.cpu().double() for core in self.cores]
         return [[core[i] for core in stacked] for i in range(self.number)]
 
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over particles, also those of other processes."""
+        return values.mean(0) if self.spread is None else self.spread.sum(values.sum(0)) / self.spread.total
+
+    def largest(self, sizes: Sequence[int]) -> list[int]:
+        """The largest of each of these sizes, also of those in other processes."""
+        if self.spread is None:
+            return list(sizes)
+        return self.spread.gather(torch.tensor([sizes] * self.number)).amax(0).tolist()
+
     @cached_property
     def norms(self) -> Tensor:
         """``(n, 1)``: the norm of every particle's weight, without the padding of its tensor."""
@@ -84,7 +96,8 @@ class Weight:
     def fingerprint(self, rule: str | None) -> tuple[float, ...]:
         """Numbers that change when anything changes that this rule depends on."""
         tensors = [tensor.double() for tensor in (*self.cores, *(self.log_lambdas if rule == "lambda" else []))]
-        return tuple(float(value) for t in tensors for value in (t.sum(), t.square().sum()))
+        sums = torch.stack([value for t in tensors for value in (t.sum(), t.square().sum())])
+        return tuple(self.mean(sums[None]).tolist())
 
     def write(
         self, cores: Sequence[Tensor], keep: Mapping[str, Tensor] | None, optimizer: torch.optim.Optimizer | None

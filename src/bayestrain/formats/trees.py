@@ -90,10 +90,15 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The thin singular value decomposition; of wide matrices LAPACK finds that of the transpose ten times as fast."""
+    """The thin singular value decomposition; of wide matrices LAPACK finds that of the transpose ten times as fast.
+
+    Signs do not depend on rounding: the largest entry of every left vector is positive.
+    """
     wide = matrix.shape[0] < matrix.shape[1]
     u, s, vh = torch.linalg.svd(matrix.mT if wide else matrix, full_matrices=False)
-    return (vh.mT, s, u.mT) if wide else (u, s, vh)
+    u, vh = (vh.mT, u.mT) if wide else (u, vh)
+    sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+    return u * sign, s, vh * sign.mT
 
 
 def kept(singular_values: Tensor, budget: Tensor, cap: int) -> int:

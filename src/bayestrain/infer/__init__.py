@@ -15,11 +15,12 @@ from bayestrain.infer.kernels import Diagnostics, Kernel, diagnose, imq, median_
 from bayestrain.infer.method import MAP, Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
 from bayestrain.infer.particles import count, stack
 from bayestrain.infer.sgld import SGLD
+from bayestrain.infer.spread import Spread
 from bayestrain.infer.svgd import SVGD
 
 METHODS: dict[str, type[Method]] = {method.name: method for method in (Anchored, SVGD, Ensemble, SGLD, HMC, MAP)}
 
 __all__ = [
-    "HMC", "MAP", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
-    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
+    "HMC", "MAP", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method",
+    "Spread", "StepInfo", "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
 ]  # fmt: skip

@@ -41,7 +41,8 @@ class Anchored(Ensemble):
         super().__init__(*args, **options)
         self.anchors = {name: tensor.detach().clone() for name, tensor in self.particles.items()}
         """Where the particles started: draw that from the prior."""
-        self.numbers = torch.arange(len(self), device=self.broken.device) + seed * 1_000_003
+        first = 0 if self.spread is None else self.spread.own.start
+        self.numbers = torch.arange(first, first + len(self), device=self.broken.device) + seed * 1_000_003
         """What tells the particles' noise apart."""
 
     def keep_(self, indices: Sequence[int]) -> None:

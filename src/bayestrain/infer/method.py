@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError, check_counts
 from bayestrain.infer.particles import Particles, count, flatten, unflatten
+from bayestrain.infer.spread import Spread
 
 Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 """``gradients(particles, batch) -> (log densities (n,), {name: gradient (n, ...)})``, see `value_and_grad`."""
@@ -57,6 +58,7 @@ class Method:
         optimizer: makes the optimiser from named tensors.
         scale: factor on the direction. With ``1 / number of data``, learning rates are those of mean losses.
         clip: largest norm of a particle's scaled direction; None does not clip.
+        spread: how the particles are spread over processes, if these are only those of one.
     """
 
     name: ClassVar[str]
@@ -74,8 +76,10 @@ class Method:
         *,
         scale: float = 1.0,
         clip: float | None = None,
+        spread: Spread | None = None,
     ) -> None:
-        self.check_number(count(particles))
+        self.spread = spread
+        self.check_number(count(particles) if spread is None else spread.total)
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip must be positive, got {clip}. Use None not to clip.")
         self.gradients, self.scale, self.clip, self.steps = gradients, scale, clip, 0
@@ -150,7 +154,11 @@ class Method:
     @torch.no_grad()
     def keep_(self, indices: Sequence[int]) -> None:
         """Keep only these particles, with their optimiser state."""
-        self.check_number(len(set(indices)))
+        if self.spread is not None:
+            self.spread = Spread(self.spread.group, len(set(indices)), self.broken.device)
+            if not min(self.spread.counts):
+                raise TrainingError("All particles of one process are broken. Try a smaller learning rate.")
+        self.check_number(len(set(indices)) if self.spread is None else self.spread.total)
         chosen, before = torch.tensor(indices, device=self.broken.device), len(self)
         for tensor in self.particles.values():
             state = self.optimizer.state.get(tensor, {})

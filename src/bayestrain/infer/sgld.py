@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer.method import Method
+from bayestrain.infer.spread import Spread
 
 WINDOW = 4
 """The preconditioner is a mean over the last fourth of all steps at least: one that follows the chain widens it."""
@@ -46,7 +47,7 @@ class SGLD(Method):
         super().__init__(*args, optimizer=partial(Langevin, defaults=settings), **options)  # type: ignore[misc]
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:  # noqa: ARG002
-        self.optimizer.alive = alive
+        self.optimizer.alive, self.optimizer.spread = alive, self.spread
         return gradients
 
 
@@ -54,6 +55,7 @@ class Langevin(torch.optim.Optimizer):
     """Gradient descent for the particles that are `alive`, with noise that the seed and the step's number determine."""
 
     alive: Tensor
+    spread: Spread | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
@@ -62,7 +64,8 @@ class Langevin(torch.optim.Optimizer):
             generator = torch.Generator(self.alive.device).manual_seed(group["seed"] * 1_000_003 + group["step"])
             group["step"] += 1
             for p in group["params"]:
-                noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+                n, own = (len(p), slice(None)) if self.spread is None else (self.spread.total, self.spread.own)
+                noise = torch.randn(n, *p.shape[1:], generator=generator, device=p.device, dtype=p.dtype)[own]
                 noise.mul_((2 * lr * group["temperature"]) ** 0.5)
                 noise.masked_fill_(~self.alive.view(-1, *[1] * (p.ndim - 1)), 0.0)
                 if not memory:

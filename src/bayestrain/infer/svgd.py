@@ -42,7 +42,14 @@ class SVGD(Method):
         self.kernel = kernel
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:
-        K, slope = self.kernel(squared_distances_(theta, alive))  # (n, n) each; theta is centred
+        rows, spread = gradients, self.spread
+        if spread is not None:  # each process does the columns that it gets, of all particles
+            awaited, alive = (spread.columns(theta), spread.columns(gradients)), spread.gather(alive)
+            theta = awaited[0]()
+        total = None if spread is None else spread.sum
+        K, slope = self.kernel(squared_distances_(theta, alive, total))  # (n, n) each; theta is centred
+        if spread is not None:
+            gradients = awaited[1]()
         for t, g in zip(theta.split(BLOCK, dim=1), gradients.split(BLOCK, dim=1), strict=True):
             g.copy_(K @ g + 2 * (slope @ t - slope.sum(1, keepdim=True) * t))
-        return gradients
+        return gradients if spread is None else spread.rows(gradients, rows)

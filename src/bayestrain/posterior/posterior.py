@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, check_choice, check_counts
 from bayestrain.formats import Format
-from bayestrain.infer import METHODS, Anchored, Method, count
+from bayestrain.infer import METHODS, Anchored, Method, Spread, count
 from bayestrain.infer.anchored import keys
 from bayestrain.infer.particles import flatten
 from bayestrain.nn.fast import fast
@@ -63,6 +63,8 @@ class Posterior(ParticleModel):
             has no factorised weight.
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A
             network that torch.vmap cannot run, such as an LSTM, needs 1.
+        spread: how the particles are spread over processes, if `models` are only those of one. All processes then have
+            to take the same steps, cuts and predictions; a prediction is that of all particles.
         options: arguments of the method (see `bayestrain.infer`): `clip`; `optimizer`, a function from named tensors,
             default Adam at 1e-3, and 1e-2 for cores and the likelihood's parameters; for "svgd" also `kernel`; for
             "sgld", instead of an optimiser, `lr`, `temperature`, `memory` and `seed`.
@@ -77,13 +79,14 @@ class Posterior(ParticleModel):
         method: str = "svgd",
         prior: Callable[[nn.Module], NormalPrior] | None = None,
         chunk: int | None = None,
+        spread: Spread | None = None,
         **options: Any,
     ) -> None:
         models = list(models)
         check_counts(num_data=num_data, chunk=chunk)
         check_choice("method", method, tuple(METHODS))
         kind = METHODS[method]
-        kind.check_number(len(models))
+        kind.check_number(len(models) if spread is None else spread.total)
         options = {name: value for name, value in options.items() if value is not None}
         if unknown := sorted(options.keys() - kind.options):
             raise ConfigError(f"{method} has no option {unknown[0]!r}; it has {sorted(kind.options)}.")
@@ -96,14 +99,16 @@ class Posterior(ParticleModel):
         make_prior = prior or (lambda model: (RankPrior if factorized_weights(model) else NormalPrior)(model, num_data))
         self.prior, *_ = [make_prior(joint.model) for joint in joints]
         particles, carried = stack_joints(joints)
-        self.method: Method = kind(self._gradients, particles, scale=1 / num_data, **options)
+        self.method: Method = kind(self._gradients, particles, scale=1 / num_data, spread=spread, **options)
         if isinstance(found := self.method, Anchored):  # lambda decides how wide the prior of its cores is
             governed = tuple(f"model.{name}." for name in self.prior.weights)
             found.anchors = {name: start for name, start in found.anchors.items() if not name.startswith(governed)}
         super().__init__(joints[0], self.method.particles, carried)
         self._perturbed = True
         self.num_data, self.chunk, perf = num_data, chunk, fast()
-        self._capture = None if perf is None else perf.Capture()
+        self._capture = None if perf is None or spread is not None else perf.Capture()
+        self.share = 1.0  # the batch's weight where other processes have the rest of it, and how to sum over these
+        self.summed: Callable[[list[Tensor]], None] | None = None
         self._training_chunk: int | None = None  # before the first step
         self._prior_weight = torch.zeros((), device=self.device)  # a captured step sees it change
         self._seen: dict[str, Tensor] = {}
@@ -172,6 +177,8 @@ class Posterior(ParticleModel):
                 raise ConfigError(RECOMPUTES) from error
             raise
         gradients, seen = (joined(each) for each in zip(*found, strict=True))
+        if self.summed is not None:
+            self.summed([*gradients.values(), seen["density"]])
         density, prior = seen.pop("density"), self._seen.pop("density")
         self._seen = {**self._seen, **seen}
         total = torch._foreach_add([gradients[name] for name in particles], [of_prior[name] for name in particles])
@@ -182,7 +189,7 @@ class Posterior(ParticleModel):
         mean = joint.likelihood.log_prob(outputs, y).mean()
         climbed = mean if key is None else joint.likelihood.perturbed(outputs, y, key).mean()
         seen = {"log_likelihood": mean.detach(), "outputs": full_precision(outputs).detach()}
-        return {"density": self.num_data * climbed, **seen}
+        return {"density": self.num_data * self.share * climbed, **seen}
 
     def _part(
         self, which: slice, part: Part, *inputs: Tensor, each: Tensor | None = None
@@ -314,6 +321,18 @@ class Posterior(ParticleModel):
         if isinstance(self.likelihood, Classification):
             self.likelihood.temperature = temperature
         self._changed()
+
+    def _predict(self, *args: Any) -> dict[str, Tensor]:
+        found, spread = super()._predict(*args), self.method.spread
+        return found if spread is None else {name: spread.gather(tensor) for name, tensor in found.items()}
+
+    @torch.no_grad()
+    def gathered(self) -> ParticleModel:
+        """Return all particles, on the CPU of every process, if they are spread over several."""
+        if (spread := self.method.spread) is None:
+            return self
+        tensors = [{k: spread.gather(t.detach()).cpu() for k, t in d.items()} for d in (self.particles, self.carried)]
+        return ParticleModel(copy.deepcopy(self.joint).cpu(), *tensors)
 
     def _changed(self) -> None:
         self._training_chunk = None

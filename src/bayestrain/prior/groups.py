@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.formats import algebra
@@ -87,6 +88,11 @@ def shares(factor: Tensor, cores: int | Tensor, dtype: torch.dtype) -> tuple[Ten
         return factor ** (1 / cores), factor
     share = (factor.log2() / cores).round().exp2()  # most numbers but powers of two would be lost in rounding
     return share, share**cores
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, put together if `fully_shard` has spread it over processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:

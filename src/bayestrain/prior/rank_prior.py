@@ -3,10 +3,12 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bayestrain.errors import CollapseWarning, ConfigError, DecayWarning, check_counts
 from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE, FactorizedWeight
@@ -14,7 +16,7 @@ from bayestrain.nn.fast import fast
 from bayestrain.nn.precision import own_precision, traced, transformed
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior import density
-from bayestrain.prior.groups import Group, norm_of, total
+from bayestrain.prior.groups import Group, norm_of, total, whole
 from bayestrain.prior.hold import layers_to_hold
 from bayestrain.prior.watch import Watch
 
@@ -96,11 +98,15 @@ class NormalPrior:
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included; differentiable."""
         found: list[Any] = [module._parameters[name] for module, name in self._others]
-        flat = density.exact([parameter.reshape(-1) for parameter in found])
+        sharded = density.exact([parameter for parameter in found if isinstance(parameter, DTensor)])
+        flat = density.exact([parameter.reshape(-1) for parameter in found if not isinstance(parameter, DTensor)])
         small = [tensor for tensor in flat if tensor.numel() <= SMALL]
         parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
-        entries = sum(tensor.numel() for tensor in flat)
-        squares = total([part.square().sum() for part in parts] or [torch.zeros(())])
+        entries = sum(tensor.numel() for tensor in [*flat, *sharded])
+        sums = [part.square().sum() for part in parts] or [torch.zeros(())]
+        if sharded:
+            sums.append(whole(reduce(torch.add, [shard.square().sum() for shard in sharded])))
+        squares = total(sums)
         others = -0.5 * (squares / self.variance + entries * math.log(2 * math.pi * self.variance))
         return total([*(group.log_prob(self.variance) for group in self.groups), others])
 
@@ -213,7 +219,7 @@ class RankPrior(NormalPrior):
         if not self.weights:
             raise ConfigError("The model has no factorised weight. Call bayestrain.tensorize_(model) first.")
         for name, p in model.named_parameters():
-            if p.requires_grad and not (p.is_meta or nn.parameter.is_lazy(p) or bool(p.isfinite().all())):
+            if p.requires_grad and not (p.is_meta or nn.parameter.is_lazy(p) or bool(whole(p.isfinite().all()))):
                 raise ConfigError(
                     f"Parameters must be finite, but {name!r} ({p.dtype}) has NaN or infinite entries. Initialise "
                     "the layer again; half precision is safer with model.float()."

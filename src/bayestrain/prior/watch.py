@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.nn.factorized import FactorizedWeight
-from bayestrain.prior.groups import norm_of
+from bayestrain.prior.groups import norm_of, whole
 
 EARLY = 100
 """Steps at first with many looks. What a look costs is that a GPU is waited for."""
@@ -42,7 +42,7 @@ class Watch:
     @torch.no_grad()
     def _norms(self) -> list[float]:
         own: list[Any] = [module._parameters[name] for module, name in self.places]
-        norms: list[Tensor] = [*map(norm_of, self.weights.values()), *(p.norm() for p in own)]
+        norms: list[Tensor] = [*map(norm_of, self.weights.values()), *(whole(p.norm()) for p in own)]
         if not norms or norms[0].is_meta:
             return []
         found: list[float] = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()

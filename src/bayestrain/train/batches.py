@@ -1,6 +1,7 @@
 """`Batches`: passes over a user's data of any kind, as (inputs, targets) on a device."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import length_hint
@@ -8,14 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from bayestrain.errors import ConfigError
+from bayestrain.train.distributed import World
 
 KINDS = (
     "a DataLoader, a Dataset, a pair of tensors (x, y), bayestrain.data images, a list of (x, y) batches, or a "
     "function that returns an iterator of batches"
 )
+
+
+class Padding(tuple[Any, Tensor]):
+    """A batch of one datum that counts as none, for a process that has no part of a batch of the others."""
 
 
 class Batches:
@@ -26,15 +32,32 @@ class Batches:
     each pass from torch's global generator, do not concern data that come in batches. Errors call the data `name`.
 
     `num_data` and `steps`, the data and batches of a pass, are 0 until `count`, if only a pass can determine them.
+
+    In a `world` of several processes every one yields its part of the same batches, or, of data that say so by an
+    attribute ``sharded = True`` (of the data or of a DataLoader's dataset) or by a `DistributedSampler`, its own
+    batches, which are parts of one. Who has none left yields `Padding` until the others are through.
     """
 
-    def __init__(self, data: Any, batch_size: int, *, shuffle: bool, device: torch.device, name: str = "data") -> None:
+    def __init__(
+        self, data: Any, batch_size: int, *, shuffle: bool, device: torch.device, name: str = "data",
+        world: World | None = None,
+    ) -> None:  # fmt: skip
+        self.world = world if world is not None and world.size > 1 else None
+        self.epoch = 0  # of a DistributedSampler
         if isinstance(data, Iterator):
             remedy = "Pass the function that makes it, without calling it, or list(..) of it if it fits into memory."
             kind = type(data).__name__
             raise ConfigError(f"{name} must be iterable once per epoch, but a {kind} ends with the first. {remedy}")
         if isinstance(data, Dataset) and not hasattr(data, "batches"):
             data = DataLoader(data, batch_size, shuffle=shuffle and not isinstance(data, IterableDataset))
+        sampler = getattr(data, "sampler", None)
+        self._sampler = sampler if self.world and isinstance(sampler, DistributedSampler) else None
+        marked = any(getattr(each, "sharded", False) for each in (data, getattr(data, "dataset", None)))
+        self.sharded = self.world is not None and (marked or self._sampler is not None)
+        if self.sharded and self.world and self.world.parts > 1:
+            raise ConfigError(f"{name} are sharded, but particles in different processes need the same data.")
+        self._divided = self.world is not None and self.world.replicas > 1 and not self.sharded
+        self._empty: deque[bool] | None = None  # whether the next batches of a DataLoader are padding
         self.data, self.batch_size, self.device, self.name = data, batch_size, device, name
         self.num_data = self.steps = 0
         self._passes: Callable[[], Iterable[Any]]
@@ -50,6 +73,11 @@ class Batches:
             self.num_data, self._passes = sizes.pop(), partial(self._rows, self._moved(data), shuffle)
         elif isinstance(data, Iterable):
             self._passes, self.steps = lambda: data, length_hint(data)
+            if marked and self.sharded:
+                self.steps = 0  # that of a process is not that of all
+            if self._divided and isinstance(data, DataLoader) and data.batch_sampler is not None:
+                self._empty, loader = deque(), self._loader(data)
+                self._passes = lambda: loader
             if isinstance(data, DataLoader) and getattr(data.batch_sampler, "sampler", None) is data.sampler:
                 self.num_data = length_hint(data.sampler)
         elif callable(data):
@@ -62,6 +90,27 @@ class Batches:
             self.steps = math.ceil(self.num_data / batch_size) - self._leaves_one
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        return self._own() if self.world is None else self._together(self.world)
+
+    def _together(self, world: World) -> Iterator[tuple[Any, Tensor]]:
+        """This process's part of all batches, which have the same order in all processes."""
+        world.copy_([state := torch.get_rng_state()])
+        torch.set_rng_state(state)
+        if self._sampler is not None:
+            self._sampler.set_epoch(self.epoch)
+        last: tuple[Any, Tensor] | None = None
+        for step, batch in enumerate(self._own()):
+            if self.sharded:
+                world.sum_data(torch.tensor(1.0))  # for those that have none left
+            if step == 0 and world.rank:  # the order is drawn: dropout differs from here on
+                torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)
+            last = batch
+            yield batch
+        while self.sharded and world.sum_data(torch.tensor(0.0)):
+            assert last is not None
+            yield Padding(apply(last, lambda tensor: tensor[:1]))
+
+    def _own(self) -> Iterator[tuple[Any, Tensor]]:
         steps = 0
         for batch in self._passes():
             if not (isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor)):
@@ -74,16 +123,23 @@ class Batches:
             if len(batch[1]) == 1 and self._leaves_one:
                 continue
             steps += 1
+            if self._divided and self._empty is None:
+                yield self._part(batch)
+                continue
             x, y = self._moved(batch)
-            yield x, y
+            yield Padding((x, y)) if self._empty and self._empty.popleft() else (x, y)
         if not steps:
             raise ConfigError(f"{self.name} yielded no batch. It must be iterable once per epoch: pass {KINDS}.")
 
     def count(self, num_data: int | None = None) -> int:
         """Determine `num_data`, unless it is given, and `steps`; if necessary by one pass without training."""
         if not self.steps or (num_data is None and not self.num_data):
-            sizes = [len(y) for _, y in self]
+            sizes = [rows(batch) for batch in self]
             self.num_data, self.steps = sum(sizes), len(sizes)
+            if self._divided or self.sharded:
+                self.num_data = self._of_all(self.num_data)
+        elif self._sampler is not None:
+            self.num_data = self._of_all(self.num_data)
         self.num_data = self.num_data if num_data is None else num_data
         return self.num_data
 
@@ -93,6 +149,37 @@ class Batches:
         for chosen in order.to(self.device).split(self.batch_size):
             yield apply(data, lambda tensor, chosen=chosen: tensor[chosen])
 
+    def _of_all(self, number: int) -> int:
+        return int(self.world.sum_data(torch.tensor(number))) if self.world else number
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Which of so many rows are this process's."""
+        assert self.world is not None
+        return number * self.world.replica // self.world.replicas, number * (
+            self.world.replica + 1
+        ) // self.world.replicas
+
+    def _part(self, batch: Any) -> tuple[Any, Tensor]:
+        """This process's rows of a batch."""
+        first, last = self._bounds(len(batch[1]))
+        x, y = self._moved(apply(batch, lambda tensor: tensor[first : max(last, first + 1)]))
+        return Padding((x, y)) if first == last else (x, y)
+
+    def _loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
+        """A DataLoader of this process's rows only."""
+
+        def parts() -> Iterator[list[Any]]:
+            empty: deque[bool] = deque()
+            self._empty = empty
+            for chosen in map(list, data.batch_sampler or ()):
+                first, last = self._bounds(len(chosen))
+                empty.append(first == last)
+                yield chosen[first : max(last, first + 1)]
+
+        kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+                "generator", "prefetch_factor", "persistent_workers", "pin_memory_device")  # fmt: skip
+        return DataLoader(data.dataset, batch_sampler=_Again(parts), **{name: getattr(data, name) for name in kept})
+
     def _moved(self, tree: Any) -> Any:
         return apply(tree, lambda tensor: tensor.to(self.device, non_blocking=True))
 
@@ -100,6 +187,21 @@ class Batches:
         """The random number generators that the data keep for themselves, which an exact resume has to restore."""
         found = [getattr(owner, "generator", None) for owner in (self.data, getattr(self.data, "sampler", None))]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+class _Again:
+    """Iterable as often as one likes, over what a function yields."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.make()
+
+
+def rows(batch: tuple[Any, Tensor]) -> int:
+    """How many data a batch counts for."""
+    return 0 if isinstance(batch, Padding) else len(batch[1])
 
 
 def apply(tree: Any, function: Callable[..., Any]) -> Any:

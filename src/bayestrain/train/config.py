@@ -139,6 +139,7 @@ class FitConfig(Section, title="fit"):
     gamma: float = setting("factor of schedule step at a milestone", 0.1, above=0, at_most=1)
     lr_warmup_epochs: float = setting("epochs over which the learning rate rises from 0", 0.0, at_least=0)
     precision: str = setting("arithmetic; tf32 is for GPUs", "float32", choices=("float32", "tf32", "bf16", "fp16"))
+    sharded: bool = setting("with torchrun, shard the dense parameters over the processes (fully_shard)", False)
     accumulate: int = setting("batches whose gradients are averaged for one step", 1, at_least=1)
     clip_norm: float = setting("largest norm of the gradient; 0: no clipping", 0.0, at_least=0)
     search: bool = setting("prune ranks; false keeps the ranks that the network has", True)
@@ -188,6 +189,7 @@ class PosteriorConfig(Section, title="posterior"):
     temperature: float = setting("temperature of sgld; 1 samples the posterior", 1.0, at_least=0)
     jitter: float = setting("relative distance at which they start around the network of run.from_run", 1e-2, above=0)
     chunk: int = setting("particles that pass through the network together; 0: what fits into memory", 0, at_least=0)
+    replicas: int = setting("processes of torchrun that have the same particles and share each batch", 1, at_least=1)
     calibrate: bool = setting("fit the temperature of the predictions on the validation data", True)
 
 
@@ -238,7 +240,12 @@ class RunConfig:
 
 SECTIONS: dict[str, type[Section]] = {section.title: section for section in Section.__subclasses__()}
 
-IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "run.name")  # do not change what is trained, so may change
+IMMATERIAL = (
+    "fit.checkpoint_every",
+    "fit.threads",
+    "posterior.replicas",
+    "run.name",
+)  # do not change what is trained, so may change
 
 
 def unknown_setting(name: str) -> ConfigError:

@@ -22,6 +22,7 @@ from bayestrain.posterior.likelihoods import LogProb
 from bayestrain.train.batches import Batches
 from bayestrain.train.callbacks import ProgressPrinter
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, differences, flat, unknown_setting
+from bayestrain.train.distributed import World, own_device, reporting, shared
 from bayestrain.train.folder import RunFolder
 from bayestrain.train.loop import Loop, random_state, set_random_state
 from bayestrain.train.search import check_target
@@ -98,7 +99,8 @@ def fit(
         device: where to train; by default where the model is.
         seed: of all random numbers while training; the generators return to their states from before.
         progress: print a line per epoch.
-        settings: any field of `FitConfig`, and `kernel`, `temperature` and `chunk` of `PosteriorConfig`.
+        settings: any field of `FitConfig`, and `kernel`, `temperature`, `chunk` and `replicas` of
+            `PosteriorConfig`.
 
     >>> import torch, bayestrain as bt
     >>> model = torch.nn.Sequential(bt.TensorLinear(16, 8, max_rank=4), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -109,7 +111,7 @@ def fit(
     """
     if isinstance(optimizer, str):
         settings["optimizer"], optimizer = optimizer, None
-    own = {name: settings.pop(name) for name in ("kernel", "temperature", "chunk") if name in settings}
+    own = {name: settings.pop(name) for name in ("kernel", "temperature", "chunk", "replicas") if name in settings}
     if unknown := set(settings) - {each.name for each in fields(FitConfig)}:
         raise unknown_setting(f"fit.{min(unknown)}")
     config = replace(config or FitConfig(), **settings)
@@ -122,11 +124,16 @@ def fit(
     if resume and folder is None:
         raise ConfigError("resume=True needs folder=, the folder of the run to resume.")
     first = next(models[0].parameters(), torch.empty(0))
-    place = torch.device(first.device if device is None else device)
-    batches, held_out = Batches(data, config.batch_size, shuffle=True, device=place), None
-    if validation is not None:
-        held_out = Batches(validation, max(config.batch_size, 256), shuffle=False, device=place, name="validation")
+    place = own_device(torch.device(first.device if device is None else device))
     with ExitStack() as stack:
+        stack.enter_context(reporting())
+        world = World(place, how.particles, how.replicas)
+        chosen = None if prior is False else prior if isinstance(prior, PriorConfig) else PriorConfig()
+        known = {**flat(config, how, *([chosen] if chosen else [])), "seed": int(seed)}
+        world.agree(known)
+        batches, held_out = Batches(data, config.batch_size, shuffle=True, device=place, world=world), None
+        if validation is not None:
+            held_out = Batches(validation, max(config.batch_size, 256), shuffle=False, device=place, name="validation")
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         stack.callback(set_random_state, random_state(place), place)
         stack.enter_context(warnings.catch_warnings(action="ignore", category=ParticleWarning))  # messages name them
@@ -134,27 +141,29 @@ def fit(
         convolves = any(isinstance(module, nn.Conv2d | TensorConv2d) for module in models[0].modules())
         torch.set_num_threads(config.threads or (1 if small and not convolves else torch.get_num_threads()))
         number = batches.count(num_data)
-        chosen = None if prior is False else prior if isinstance(prior, PriorConfig) else PriorConfig()
-        known = flat(config, how, *([chosen] if chosen else []))
-        known |= {"seed": int(seed), "num_data": number, "batches": batches.steps}
+        known |= {"num_data": number, "batches": batches.steps}
         if optimizer is not None:
             known["fit.optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__name__)
         if teacher is not None:
             known["teacher"] = f"{type(teacher).__name__} of {count_parameters(teacher):,} parameters"
-        if folder is not None and not isinstance(folder, RunFolder):
+        if world.rank:
+            callbacks, progress, folder = (), False, None
+        elif folder is not None and not isinstance(folder, RunFolder):
             folder = stack.enter_context(RunFolder(folder, resume=resume))
-        saved, note = folder.load_checkpoint() if folder is not None and resume else (None, "")
+        saved, note = shared(folder.load_checkpoint() if folder is not None and folder.resumed else (None, ""))
         if saved is None:
             check_target(config, models[0])
         elif changed := "; ".join(differences(saved["settings"], known)):
             raise ConfigError(f"It cannot be resumed with other settings: {changed}. Use the same, or another folder.")
-        models = [model.to(place) for model in models]
+        models = [model.to(place) for model in models[world.own]]
         likelihood = as_likelihood(likelihood).to(place, first.dtype)
+        if config.sharded and world.size > 1:
+            world.shard_(models[0], likelihood)
         steps = math.ceil(batches.steps / config.accumulate)
         if teacher is not None:
             teacher = copy.deepcopy(teacher).to(place).eval().requires_grad_(False)
-        setup = Setup(config, chosen, how, number, steps, optimizer, seed, place, teacher)
-        subject = Particles(models, likelihood, setup) if len(models) > 1 else Network(models[0], likelihood, setup)
+        setup = Setup(config, chosen, how, number, steps, optimizer, seed, place, teacher, world)
+        subject = Particles(models, likelihood, setup) if how.particles > 1 else Network(models[0], likelihood, setup)
         listeners = [*callbacks, *([ProgressPrinter()] if progress else [])]
         loop = Loop(subject, setup, batches, held_out, folder, listeners, known)
         if saved is None:
@@ -194,6 +203,7 @@ def _check(config: FitConfig, how: PosteriorConfig, prior: Any, validation: Any,
         ("prior=False", prior is False, "Leave it out: a posterior has a prior."),
         ("teacher=", teacher is not None, "Train one network with it, then start particles around that."),
         ("fit.accumulate", config.accumulate > 1, "Use chunk= to save memory."),
+        ("fit.sharded", config.sharded, "Processes have particles of their own."),
         ('fit.precision "fp16"', config.precision == "fp16", 'Use "bf16".'),
     ):
         if refused and how.particles > 1:

@@ -25,6 +25,7 @@ CHECKED = (
     "result.json", "config.toml", "environment.json", "history.jsonl", "spectra.json",
     "model.safetensors", "posterior.safetensors", "model.json", "predictions.safetensors",
 )  # fmt: skip
+PARTS = "checkpoint-*.parts"  # folders of what several processes have written of a checkpoint
 FILES = (LAST, PREVIOUS, *CHECKED, CHECKSUMS, "report.html")
 """Everything that a run writes, and all that overwriting removes: first what says that there is a run."""
 
@@ -40,12 +41,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, path: Path | str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = Path(path)
+        self._parts: str | None = None  # the folder that belongs to the last checkpoint
         self.checkpoint = self.path / PREVIOUS
         """The newest one that is known to be good: this process has read or written it."""
         if resume and overwrite:
             raise ConfigError("A run is either resumed or overwritten: choose one of resume and overwrite.")
         if self.path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link. Name the folder it leads to, {self.path.resolve()}.")
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and self.holds_run:
+            resume, overwrite = True, False  # torchrun has started the same command again
+        self.resumed = resume
+        """Whether the run in it is continued."""
         if resume and not self.holds_run:
             raise TrainingError(f"There is nothing to resume in {path}: it has no checkpoint. Start without resume.")
         try:
@@ -63,6 +69,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             for file in [*partial, *(self.path / name for name in (() if resume else FILES))]:
                 if file.is_symlink() or file.is_file():  # never what a link leads to, no folder
                     file.unlink()
+            for folder in self.path.glob(PARTS) if overwrite else ():
+                if not folder.is_symlink():
+                    shutil.rmtree(folder)
         except BlockingIOError:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
             self.close()
@@ -110,7 +119,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             shutil.copyfile(self.checkpoint, self.path / PREVIOUS)
         data = content.getvalue()
         self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
-        self.checkpoint = self.path / LAST
+        self.checkpoint, needed = self.path / LAST, self._parts
+        self._parts = state.get("parts", {}).get("folder")
+        for old in self.path.glob(PARTS):
+            if old.name not in (needed, self._parts):
+                shutil.rmtree(old)
 
     def load_checkpoint(self) -> tuple[dict[str, Any], str]:
         """The newest undamaged checkpoint, on the CPU, and a message that names a damaged one, or "". Loads no code."""
@@ -122,6 +135,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             except Exception as error:  # a forged file can raise anything
                 damaged.append(f"{path} is damaged: {error}.")
                 continue
+            if parts := state.get("parts"):
+                there = self.path / Path(str(parts["folder"])).name
+                if odd := [name for name, known in parts["files"].items() if not _same(there / Path(name).name, known)]:
+                    damaged.append(f"{there / odd[0]} is damaged.")
+                    continue
+                self._parts = there.name
             if state.get("format") != FORMAT or not isinstance(state.get("settings"), dict):
                 raise TrainingError(f"{path} was written by another version of BayesTrain. Start a new run.")
             self.checkpoint = path
@@ -141,6 +160,10 @@ def _unpacked(content: bytes) -> dict[str, Any]:
     if sum(entry.file_size for entry in zipfile.ZipFile(io.BytesIO(data)).infolist()) > len(data):
         raise ValueError("it is compressed, which checkpoints are not")
     return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def _same(file: Path, known: str) -> bool:
+    return file.is_file() and checksum(file) == known
 
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from bayestrain.errors import ConfigError
 from bayestrain.nn import factorized_weights, ranks
 from bayestrain.prior import NormalPrior, check_weight_decay
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, nearest
+from bayestrain.train.distributed import World
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
@@ -26,6 +27,10 @@ class Guest(Network):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, prior: NormalPrior | None) -> None:
         self.template, self.optimizer, self.prior, self.capture = model, optimizer, prior, None
+        self.world = World(next(model.parameters()).device, alone=True)  # the loop's own processes all do the same
+
+    def _forget(self) -> None:
+        pass  # the loop's wrapper is the callback's to renew
 
 
 class RankSearch:
@@ -57,7 +62,8 @@ class RankSearch:
         held = [each for each in plain if cores & {p for group in each.param_groups for p in group["params"]}]
         if len(held) != 1:
             raise ConfigError(f"One optimiser must hold the cores of all factorised weights, {len(held)} do.")
-        how = PosteriorConfig(), self.num_data, round(steps_per_epoch), None, 0, next(iter(cores)).device
+        place = next(iter(cores)).device
+        how = PosteriorConfig(), self.num_data, round(steps_per_epoch), None, 0, place, None, World(place, alone=True)
         prior = Setup(self.config, self.prior, *how).make_prior(model)
         check_weight_decay(held[0], model)
         self.search = Search(Guest(model, held[0], prior), self.config, self.told)

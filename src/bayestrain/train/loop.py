@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from torch import Tensor
 from bayestrain.errors import CollapseWarning, Interrupted, TrainingError
 from bayestrain.files import reading
 from bayestrain.nn import count_parameters, dense_parameters
-from bayestrain.train.batches import Batches
+from bayestrain.train.batches import Batches, rows
 from bayestrain.train.callbacks import Plan
 from bayestrain.train.config import FitConfig, plain
+from bayestrain.train.distributed import shared
 from bayestrain.train.folder import RunFolder
+from bayestrain.train.parts import put_together, take_apart, write_parts
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
@@ -45,6 +48,7 @@ class Loop:
         self.history: list[dict[str, Any]] = []
         self.forgotten = False  # whether the prior was reported to have undone the training
         self.saved: int | None = None  # the epoch of the last checkpoint
+        self.place: Path | None = shared(None if folder is None else folder.path)  # also where another process writes
         self.epochs = self.config.epochs + self.config.finetune_epochs
         self.rates = [float(group["lr"]) / self.config.lr for group in subject.optimizer.param_groups]
 
@@ -87,11 +91,12 @@ class Loop:
     def _train_epoch(self) -> dict[str, Any]:
         """One pass over the data; the mean losses and accuracy."""
         every = LOOK_EVERY if self.data.device.type == "cuda" else 1
-        sums, recent, batches = [0.0] * 4, list[tuple[Tensor, int]](), iter(self.data)
+        self.data.epoch, sums, recent, batches = self.epoch, [0.0] * 4, list[tuple[Tensor, int]](), iter(self.data)
         groups = iter(lambda: list(islice(batches, self.config.accumulate)), [])
         for step, group in enumerate(groups, start=1):
             self._set_rate(self.epoch + min((step - 1) / self.steps, 1.0))
-            recent.append((self.subject.step(group).clone(), sum(len(y) for _, y in group)))
+            number = int(self.subject.world.sum_data(torch.tensor(sum(map(rows, group)))))
+            recent.append((self.subject.step(group).clone(), number))
             if step % every == 0 or step >= self.steps:
                 sums, recent = self._sums(sums, recent, step), []
             if step % LOOK_EVERY == 0:
@@ -144,9 +149,16 @@ class Loop:
         self._check_fit()
         if self.folder is not None:
             self.folder.write_history(self.history)
-            if self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every:
-                self.folder.save_checkpoint(self.state())
-                self.saved = self.epoch
+        due = self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every
+        if self.place is not None and due:
+            posterior = self.subject.posterior
+            spread = None if posterior is None else posterior.method.spread
+            whole, parts = take_apart(self.state(), self.subject.world, spread)
+            if kept := write_parts(parts, self.place, self.epoch, self.subject.world):
+                whole["parts"] = kept
+            if self.folder is not None:
+                self.folder.save_checkpoint(whole)
+            self.saved = self.epoch
         self.notify("epoch", record)
 
     def _check_fit(self) -> None:
@@ -189,8 +201,9 @@ class Loop:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Return to the epoch of the folder's checkpoint."""
-        assert self.folder is not None
-        with reading(self.folder.checkpoint, "Resume with the same network and data, or overwrite the run."):
+        assert self.place is not None
+        with reading(self.place, "Resume with the same network and data, or overwrite the run."):
+            state = put_together(state, self.place, self.subject.template, self.subject.world)
             vars(self).update({name: state[name] for name in self.KEPT})
             vars(self.search).update({name: state["search"][name] for name in Search.KEPT})
             plain((self.history, self.search.spectra))  # or else they could not be written later

@@ -5,6 +5,7 @@ import importlib
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from bayestrain.posterior.prediction import ClassPrediction, RegressionPredictio
 from bayestrain.train import config as configs
 from bayestrain.train.batches import Batches
 from bayestrain.train.config import RunConfig, TensorizeSettings
+from bayestrain.train.distributed import join, own_device, rank, reporting, shared, whole_state
 from bayestrain.train.environment import describe_environment, peak_memory_bytes, record_environment
 from bayestrain.train.fit import fit
 from bayestrain.train.folder import RunFolder, read_json
@@ -37,12 +39,14 @@ COLLAPSED = 0.5  # fewer different particles than this share of all deserve a wa
 DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")  # what a run may know of its data
 
 
+@reporting()
 def train_run(
     config: RunConfig, folder: Path | str, *, resume: bool = False, overwrite: bool = False,
     device: torch.device | str = "cpu", callbacks: Sequence[Any] = (), command: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Train what the config names, fill the folder, and return its ``result.json``, also if it is finished already."""
-    path, place, how, seed = Path(folder), torch.device(device), config.posterior, config.run.seed
+    path, place, how, seed = Path(folder), own_device(torch.device(device)), config.posterior, config.run.seed
+    join(place)
     if resume and (path / "config.toml").is_file():
         before = configs.load(path / "config.toml")
         if changed := configs.differences(*(configs.flat(*vars(each).values()) for each in (before, config))):
@@ -58,19 +62,27 @@ def train_run(
         models = independent(lambda: tensorized(built(config.run.model), config.tensorize), how.particles, seed)
     if not resume:
         check_target(settings, models[0])  # before a run is overwritten
-    with RunFolder(path, resume=resume, overwrite=overwrite) as opened:
-        if resume and opened.finished:
-            return read_json(path / "result.json")
-        opened.write("config.toml", configs.dumps(config))
-        environment = record_environment(opened, place, command, resume=resume)
+    main = rank() == 0  # the only process that writes
+    with RunFolder(path, resume=resume, overwrite=overwrite) if main else nullcontext() as opened:
+        resume = opened is not None and opened.resumed
+        if shared(opened is not None and resume and opened.finished):
+            return read_json(path / "result.json") if main else {}
+        if opened is not None:
+            opened.write("config.toml", configs.dumps(config))
+            environment = record_environment(opened, place, command, resume=resume)
         if (perf := fast()) is not None:
             perf.memory.retain_freed_memory()
         fitted = fit(
             models, data.train, data.validation, likelihood=likelihood, config=settings, prior=config.prior,
-            method=how.method, kernel=how.kernel, temperature=how.temperature, chunk=how.chunk, callbacks=callbacks,
-            folder=opened, resume=resume, device=place, seed=seed, progress=False,
+            method=how.method, kernel=how.kernel, temperature=how.temperature, chunk=how.chunk, replicas=how.replicas,
+            callbacks=callbacks, folder=opened, resume=resume, device=place, seed=seed, progress=False,
         )  # fmt: skip
-        trained = fitted.posterior or fitted.model
+        trained = fitted.model if fitted.posterior is None else fitted.posterior.gathered()
+        if (state := whole_state(fitted.model)) is not None and opened is not None:
+            trained = tensorized(built(config.run.model), config.tensorize).to(place)
+            trained.load_state_dict(state)
+        if opened is None:
+            return {}
         result = {
             "name": config.run.name, "seed": seed,
             "dense_parameters": dense_parameters(fitted.model), "parameters": count_parameters(fitted.model),
@@ -87,14 +99,14 @@ def train_run(
         if fitted.posterior is None:
             about["likelihood_state"] = {name: v.tolist() for name, v in fitted.likelihood.state_dict().items()}
         else:
-            diagnostics, left, warnings = fitted.history[-1]["diagnostics"], len(fitted.posterior), []
+            diagnostics, left, warnings = fitted.history[-1]["diagnostics"], fitted.history[-1]["particles"], []
             if (lost := how.particles - left) > 0:
                 warnings += [f"{lost} of {how.particles} particles were not finite and dropped. Try a smaller fit.lr."]
             if (different := diagnostics["effective_particles"]) < COLLAPSED * left:
                 remedy = "Start them without run.from_run, or with a larger posterior.jitter."
                 warnings += [f"The particles have collapsed: only about {different:.1f} of {left} differ. {remedy}"]
             result["posterior"] |= {"diagnostics": diagnostics, "warnings": warnings}
-        save(fitted.posterior or fitted.model.cpu(), path, about)
+        save(trained.cpu() if isinstance(trained, nn.Module) else trained, path, about)
         opened.write("result.json", result)
         return configs.plain(result)  # type: ignore[no-any-return]
 

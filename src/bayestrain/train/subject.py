@@ -5,11 +5,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bayestrain.compact import CompactReport, compact_
 from bayestrain.errors import DecayWarning, TrainingError
@@ -20,9 +22,12 @@ from bayestrain.nn.evaluation import evaluating
 from bayestrain.nn.fast import fast
 from bayestrain.posterior import Likelihood, ParticleModel, Posterior
 from bayestrain.posterior.likelihoods import one_tensor
+from bayestrain.posterior.model import Joint
 from bayestrain.prior import NormalPrior, RankPrior, check_weight_decay
-from bayestrain.train.batches import Batches, apply
+from bayestrain.prior.groups import whole
+from bayestrain.train.batches import Batches, apply, rows
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, plain
+from bayestrain.train.distributed import World
 from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
@@ -46,7 +51,8 @@ class Setup:
     make: MakeOptimizer | None
     seed: int
     device: torch.device
-    teacher: nn.Module | None = None
+    teacher: nn.Module | None
+    world: World
 
     def make_optimizer(self, named: list[tuple[str, Tensor]], model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser for parameters of `model` or of its particles; CUDA graphs can capture its steps."""
@@ -57,6 +63,12 @@ class Setup:
         lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
         options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
         options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
+        if any(isinstance(p, DTensor) for _, p in named):  # one call of a fast optimiser takes one kind
+            groups = [
+                {**group, "params": part} for group in groups
+                for part in ([p for p in group["params"] if isinstance(p, DTensor)],
+                             [p for p in group["params"] if not isinstance(p, DTensor)]) if part
+            ]  # fmt: skip
         kinds: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
         return kinds[config.optimizer](groups, **options)  # type: ignore[no-any-return]
 
@@ -99,8 +111,10 @@ class Network:
         if isinstance(self.prior, RankPrior) and not self.config.decay_cores:
             check_weight_decay(self.optimizer, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
-        perf = fast() if self.device.type == "cuda" and not self.scaler.is_enabled() else None
+        perf = fast() if self.device.type == "cuda" and not self.scaler.is_enabled() and setup.world.size == 1 else None
         self.capture = None if perf is None else perf.Capture()
+        self.world, self._joint = setup.world, Joint(model, likelihood)
+        self._forget()
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext if perf is None else perf.IdleBiases(model)
         self._due = None if perf is None else torch.zeros((), dtype=torch.bool, device=self.device)
         self._weight = torch.zeros((), device=self.device)  # the prior's, where a captured step reads it
@@ -108,12 +122,14 @@ class Network:
     @property
     def number(self) -> int:
         """Of particles."""
-        return 1 if self.posterior is None else len(self.posterior)
+        if self.posterior is None:
+            return 1
+        return len(self.posterior) if self.posterior.method.spread is None else self.posterior.method.spread.total
 
     def parameters(self) -> dict[str, Tensor]:
         """By name, stacked: ``(n, ...)``."""
         if self.posterior is None:
-            return {name: p.detach()[None] for name, p in self.template.named_parameters()}
+            return {name: local(p.detach())[None] for name, p in self.template.named_parameters()}
         return {name.removeprefix("model."): p.detach() for name, p in self.posterior.particles.items()}
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
@@ -128,31 +144,30 @@ class Network:
     def _advance(self, batches: Sequence[Batch], weight: Tensor | None) -> Tensor:
         """A step of the README's loop. Nothing here depends on values on the device, so a CUDA graph can replay it."""
         self.template.train()
-        total, losses, rights = sum(len(y) for _, y in batches), [], []
+        counts, world, losses, rights = [rows(batch) for batch in batches], self.world, [], []
+        total = int(world.sum_data(torch.tensor(sum(counts))))
         with self.capture.beside(self.device) if self.capture else nullcontext():
             self._settle()
             prior, pulls = self._pull(weight)
         with products(self.config.precision):
-            for x, y in batches:
-                share = len(y) / total
-                with self.idle():
-                    with lowered(self.config.precision, self.device):
-                        outputs = one_tensor(self.template(arranged(x)))
-                    data = -self.likelihood.log_prob(outputs, y).mean() * share
-                    if self.teacher is not None:
-                        with torch.no_grad(), lowered(self.config.precision, self.device):
-                            known = one_tensor(self.teacher(arranged(x)))
-                        taught = -self.likelihood.taught(outputs, known).mean() * share
-                        data = (1 - TAUGHT) * data + TAUGHT * taught
-                    self.scaler.scale(data).backward()
+            for number, (x, y) in enumerate(batches):
+                share = counts[number] / total
+                with self.idle(), self._unless_last(number, batches):
+                    found = self._parallel(self._loss, x, y)
+                    data = found["loss"] * share
+                    self.scaler.scale(data * world.replicas).backward()  # gradients become means over processes
                 losses.append(data.detach())
-                rights.append(accuracy(outputs, y).to(data) * share)
+                rights.append(accuracy(found["outputs"], y).to(data) * share)
         if self.capture is not None:
             self.capture.join(self.device)
         self._add(pulls)
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.trained, self.config.clip_norm)
+            if any(isinstance(p, DTensor) for p in self.trained):
+                size = torch.stack([whole(p.grad.norm()) for p in self.trained if p.grad is not None]).norm()
+                nn.utils.clip_grads_with_norm_(self.trained, self.config.clip_norm, size, foreach=False)
+            else:
+                nn.utils.clip_grad_norm_(self.trained, self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -160,8 +175,29 @@ class Network:
             self.prior.hold_()
             self._due.fill_(True)
         elif self.prior is not None:
+            aligned = self.prior.aligns_next
             self.prior.step()
-        return torch.stack([reduce(torch.add, losses), prior.to(data), reduce(torch.add, rights)]).detach()
+            if aligned:
+                weights = self.prior.weights.values()
+                world.copy_(t for w in weights for t in (*w.cores, *(w.rank_state.log_lambdas if w.rank_state else ())))
+        loss, right = world.sum_data(torch.stack([reduce(torch.add, losses), reduce(torch.add, rights)])).detach()
+        return torch.stack([loss, prior.to(data), right])
+
+    def _unless_last(self, number: int, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Gradients are added up over processes once, with the last batch of a step."""
+        parallel = self._parallel if number + 1 < len(batches) else None
+        return parallel.no_sync() if isinstance(parallel, DistributedDataParallel) else nullcontext()
+
+    def _loss(self, joint: Joint, x: Any, y: Tensor) -> dict[str, Tensor]:
+        """The likelihood loss of a batch, and the network's outputs."""
+        with lowered(self.config.precision, self.device):
+            outputs = one_tensor(joint.model(arranged(x)))
+        loss = -joint.likelihood.log_prob(outputs, y).mean()
+        if self.teacher is not None:
+            with torch.no_grad(), lowered(self.config.precision, self.device):
+                known = one_tensor(self.teacher(arranged(x)))
+            loss = (1 - TAUGHT) * loss - TAUGHT * joint.likelihood.taught(outputs, known).mean()
+        return {"loss": loss, "outputs": outputs}
 
     def _pull(self, weight: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The prior's loss, and its gradients for `trained`."""
@@ -174,7 +210,10 @@ class Network:
         """Add the prior's gradients to the likelihood's, many at a time: autograd would add them one by one."""
         own = [(p, pull) for p, pull in zip(self.trained, pulls, strict=True) if pull is not None]
         if both := [(pull, p.grad) for p, pull in own if p.grad is not None]:
-            sums = iter(torch._foreach_add(*map(list, zip(*both, strict=True))))  # not in place: gradients may be views
+            add: Any = torch._foreach_add  # not in place: gradients may be views
+            if any(isinstance(pull, DTensor) for pull, _ in both):
+                add = partial(map, torch.add)  # some are sharded, some not
+            sums = iter(add(*map(list, zip(*both, strict=True))))
             own = [(p, pull if p.grad is None else next(sums)) for p, pull in own]
         for p, total in own:
             p.grad = total
@@ -191,8 +230,13 @@ class Network:
             return self.posterior.compact_(tol, **options)
         self._settle()
         self._forget()
+        report = None
         with warnings.catch_warnings(action="ignore", category=DecayWarning):  # which came first of all, if at all
-            return compact_(self.template, tol, optimizer=self.optimizer, **options)
+            if self.world.rank == 0:
+                report = compact_(self.template, tol, optimizer=self.optimizer, **options)
+        report = self.world.cut(report, self.template, self.optimizer)
+        self._forget()
+        return report
 
     def end_search(self) -> None:
         """Fix the ranks: lambda is removed, and the optimiser loses its moments."""
@@ -205,6 +249,7 @@ class Network:
     def _forget(self) -> None:
         if self.capture is not None:
             self.capture.forget()
+        self._parallel = self.world.wrap(self._joint)  # again: it stores shapes
 
     def repair(self) -> str:
         """Drop particles that are not finite, and say so; raise if too few are left."""
@@ -214,11 +259,15 @@ class Network:
         sane = squares.isfinite().all(0)
         if self.alive is not None:
             sane, self.alive = sane & self.alive, None
-        if not (broken := (~sane).nonzero().flatten().tolist()):
+        spread = None if self.posterior is None else self.posterior.method.spread
+        if self.posterior is None:
+            sane = torch.tensor([not self.world.any(not bool(sane))])
+        everywhere = sane if spread is None else spread.gather(sane.byte()).bool()
+        if not (broken := (~everywhere).nonzero().flatten().tolist()):
             return ""
         if self.posterior is None or self.number - len(broken) < self.posterior.method.fewest:
             raise TrainingError(f"weights have values that are not finite in {len(broken)} of {self.number} networks")
-        self.posterior.drop_(broken)
+        self.posterior.drop_((~sane).nonzero().flatten().tolist())
         return f"particles {broken} have values that are not finite and were dropped; {self.number} are left"
 
     def largest(self) -> str:
@@ -247,7 +296,8 @@ class Network:
         about: dict[str, Any] = {"prior_weight": 0.0 if self.prior is None else self.prior.current_weight}
         about |= {"parameters": count_parameters(self.template), "ranks": plain(ranks(self.template))}
         if self.posterior is not None:
-            about |= {"particles": self.number, "diagnostics": vars(diagnose(self.posterior.particles))}
+            about |= {"particles": self.number}
+            about |= {"diagnostics": vars(diagnose(self.posterior.particles, self.posterior.method.spread))}
         return about
 
     def state(self) -> dict[str, Any]:
@@ -278,7 +328,10 @@ class Particles(Network):
         else:
             options["optimizer"] = lambda named: setup.make_optimizer(named, models[0])
         options |= {"likelihood": likelihood, "method": how.method, "prior": setup.make_prior}
-        self.posterior = Posterior(models, setup.num_data, **options)
+        options["spread"] = setup.world.spread(len(models))
+        self.posterior, self.world = Posterior(models, setup.num_data, **options), setup.world
+        if self.world.replicas > 1:
+            self.posterior.summed = self.world.sum_many
         self.template, self.likelihood = self.posterior.template, self.posterior.likelihood
         self.optimizer, self.config, self.device = self.posterior.method.optimizer, config, setup.device
 
@@ -287,22 +340,27 @@ class Particles(Network):
         return self.posterior.prior
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        ((x, y),) = batches
+        ((x, y),), world = batches, self.world
+        mine = rows(batches[0])
+        share = mine / int(world.sum_data(torch.tensor(mine)))
+        self.posterior.share = share
         with products(self.config.precision), lowered(self.config.precision, self.device):
             seen = self.posterior.step(x, y)
         prior = self.prior.current_weight * seen.log_prior / self.posterior.num_data
         right = torch.stack([accuracy(outputs, y) for outputs in seen.outputs]).to(prior)
         self.alive = seen.alive.clone() if self.alive is None else self.alive | seen.alive
-        rows = torch.stack([-seen.log_likelihood, -prior, right])  # (3, n)
-        return torch.where(seen.alive, rows, 0.0).sum(1) / seen.alive.sum()
+        terms = torch.stack([-seen.log_likelihood * share, -prior / world.replicas, right * share])  # (3, n)
+        sums = torch.cat([torch.where(seen.alive, terms, 0.0).sum(1), seen.alive.sum()[None] / world.replicas])
+        *means, alive = world.sum_all(sums).unbind()
+        return torch.stack(means) / alive
 
     def end_search(self) -> None:
         self.posterior.fix_ranks_()
 
     def restore(self, state: dict[str, Any]) -> None:
         left = len(state["posterior"]["method"]["broken"])
-        if left < self.number:
-            self.posterior.drop_(range(left, self.number))
+        if left < (number := len(self.posterior)):
+            self.posterior.drop_(range(left, number))
         self.posterior.load_state_dict(state["posterior"])
 
 
@@ -321,6 +379,11 @@ def predict(
                     outputs = one_tensor(model(arranged(x)))
                 parts.append(likelihood.prediction({k: t.cpu()[None] for k, t in likelihood.describe(outputs).items()}))
     return type(parts[0]).cat(parts), torch.cat(targets)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ class CleanErrors(TyperGroup):
 
 def fail(error: BaseException, message: str, code: int = 2) -> NoReturn:
     """Print one message, with the notes that were added to the error, and exit."""
-    name = typer.style("bayestrain:", fg="red", bold=True)
+    number = os.environ.get("RANK", "0")  # of the processes of torchrun
+    name = typer.style("bayestrain:" if number == "0" else f"bayestrain (process {number}):", fg="red", bold=True)
     typer.echo(" ".join([name, message, *getattr(error, "__notes__", ())]), err=True)
     raise typer.Exit(code) from None
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -72,13 +73,15 @@ def train(
     if print_config:
         print(dumps(chosen), end="")
         return
-    folder = out or default_folder(chosen, resume)
+    main = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun the one that writes and prints
+    lost = bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))  # after a lost worker: the same folder
+    folder = out or default_folder(chosen, resume or lost)
     checkpoint = folder / "checkpoint.pt"
     if config is not None and config.resolve() == (folder / "config.toml").resolve():
         raise ConfigError(f"the run would overwrite your own {config}. Choose another --out, or rename the file.")
-    if not (resume or overwrite) and ((folder / "result.json").exists() or checkpoint.exists()):
+    if main and not (resume or overwrite or lost) and ((folder / "result.json").exists() or checkpoint.exists()):
         raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
-    place, talks = resolve_device(device), not (quiet or as_json)
+    place, talks = resolve_device(device), main and not (quiet or as_json)
     if talks:  # show what the package logs, such as downloads
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
         logging.getLogger("bayestrain").setLevel(logging.INFO)
@@ -93,6 +96,8 @@ def train(
         again += "" if device == "auto" else f" --device {device}"
         error.add_note(again if checkpoint.exists() else "Nothing was saved yet: run the same command again.")
         raise
+    if not main:
+        return
     if talks:
         print_closing(folder)
         return

@@ -1,0 +1,111 @@
+"""Checkpoints of several processes: each writes its own particles or shards, any number of processes can read them.
+
+`torch.distributed.checkpoint` writes and reads safetensors, which hold no code. Every particle has an entry of its own,
+so another number of processes only reads other entries; shards are laid out again by PyTorch.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bayestrain.files import checksum
+from bayestrain.infer import Spread
+from bayestrain.train.distributed import World, shared
+
+STACKED = ("particles", "carried", "optimizer", "broken")
+"""The entries of a posterior's state whose tensors have the particles along their first dimension, but for scalars."""
+
+Walk = Callable[[tuple[str, ...], Tensor], Any]
+
+
+def _walk(tree: Any, visit: Walk, path: tuple[str, ...] = ()) -> Any:
+    """The same tree, with what `visit` makes of every tensor and of every note of one."""
+    if isinstance(tree, Tensor) or (isinstance(tree, dict) and "shape of part" in tree):
+        return visit(path, tree)  # type: ignore[arg-type]
+    if isinstance(tree, Mapping):
+        return {key: _walk(value, visit, (*path, str(key))) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_walk(value, visit, (*path, str(i))) for i, value in enumerate(tree))
+    return tree
+
+
+def _stacked(path: tuple[str, ...], tensor: Any) -> bool:
+    """Whether it has a row per particle."""
+    scalar = isinstance(tensor, Tensor) and not tensor.ndim
+    return not scalar and "posterior" in path and any(name in path for name in STACKED)
+
+
+def take_apart(state: dict[str, Any], world: World, spread: Spread | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state with notes in the place of what this process has only a part of, and these parts."""
+    parts: dict[str, Tensor] = {}
+
+    def visit(path: tuple[str, ...], tensor: Tensor) -> Any:
+        name = "/".join(path)
+        note = {"shape of part": list(tensor.shape), "dtype": tensor.dtype, "name": name}
+        if isinstance(tensor, DTensor):
+            parts[name] = tensor
+            return note
+        if spread is None or not _stacked(path, tensor):
+            return tensor
+        for i, row in enumerate(tensor.detach().cpu(), start=spread.own.start):
+            if world.replica == 0:
+                parts[f"{name}/{i}"] = row.contiguous()
+        return {**note, "shape of part": [spread.total, *tensor.shape[1:]]}
+
+    return _walk(state, visit), parts
+
+
+def write_parts(parts: dict[str, Tensor], folder: Path, epoch: int, world: World) -> dict[str, Any] | None:
+    """Write the parts of all processes; what process 0 notes about them, or None if there are none."""
+    if not world.any(bool(parts)):
+        return None
+    place = folder / f"checkpoint-{epoch}.parts"
+    if world.rank == 0 and place.exists():
+        shutil.rmtree(place)  # of a process that was killed
+    shared(None)
+    writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
+    save(parts, storage_writer=writer)
+    shared(None)
+    return {"folder": place.name, "files": {f.name: checksum(f) for f in place.iterdir()} if world.rank == 0 else {}}
+
+
+def put_together(state: dict[str, Any], folder: Path, model: nn.Module, world: World) -> dict[str, Any]:
+    """The state of this process: its own particles and shards, from a checkpoint of any number of processes."""
+    wanted: dict[str, Tensor] = {}
+    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+
+    def visit(path: tuple[str, ...], tensor: Any) -> Any:
+        if _stacked(path, tensor):
+            if isinstance(tensor, Tensor):
+                return tensor[world.particles_of(len(tensor))] if world.parts > 1 else tensor
+            n, *shape = tensor["shape of part"]
+            own = world.particles_of(n)
+            rows = torch.empty(own.stop - own.start, *shape, dtype=tensor["dtype"])
+            wanted.update(
+                {f"{tensor['name']}/{i}": row for i, row in zip(range(own.start, own.stop), rows, strict=True)}
+            )
+            return rows
+        if isinstance(tensor, Tensor):
+            return tensor
+        whole = torch.zeros(tensor["shape of part"], dtype=tensor["dtype"])
+        if sharded is not None:
+            whole = distribute_tensor(whole.to(world.device), sharded.device_mesh, sharded.placements)
+        wanted[tensor["name"]] = whole
+        return whole
+
+    state = _walk(state, visit)
+    if "parts" in state:
+        reader = HuggingFaceStorageReader(str(folder / Path(str(state["parts"]["folder"])).name))
+        with warnings.catch_warnings(action="ignore"):  # that there is one process
+            load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    return state
