@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     )
     from bayestrain.posterior import Posterior
     from bayestrain.prior import RankPrior
-    from bayestrain.train import fit
+    from bayestrain.train.fit import fit
 
 __version__ = "0.2.0"
 
