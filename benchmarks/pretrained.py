@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain.compress import candidates, compression, moments
 from bayestrain.compress.compression import LayerCurve
+from bayestrain.compress.curves import Point
 from bayestrain.train.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "benchmarks"
@@ -106,6 +109,9 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 # --- ours -------------------------------------------------------------------------------------------------------------
 
+Errors = dict[str, dict[str, float]]
+"""By layer and by method."""
+
 Curves = dict[str, dict[str, LayerCurve]]
 """By kind and by layer."""
 
@@ -148,6 +154,17 @@ def compressed(model: nn.Module, curves: Mapping[str, LayerCurve], ratio: float)
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
+def kernels_of(model: nn.Module) -> dict[str, nn.Conv2d]:
+    """All convolutions but the first."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and n != "conv1"}
+
+
+def share_of(model: nn.Module, ratio: float) -> float:
+    """What is left of each of these where the whole model shall be so many times smaller."""
+    whole = sum(kernel.weight.numel() for kernel in kernels_of(model).values())
+    return (bt.count_parameters(model) / ratio - bt.count_parameters(model) + whole) / whole
+
+
 def uniform(model: nn.Module, ratio: float, method: str) -> nn.Module:
     """tensorly's decomposition of all convolutions but the first, each to the same share of its size."""
     import tensorly as tl
@@ -155,10 +172,8 @@ def uniform(model: nn.Module, ratio: float, method: str) -> nn.Module:
 
     tl.set_backend("pytorch")
     result = copy.deepcopy(model)
-    kernels = [m for n, m in result.named_modules() if isinstance(m, nn.Conv2d) and n != "conv1"]
-    whole = sum(kernel.weight.numel() for kernel in kernels)
-    share = (bt.count_parameters(model) / ratio - bt.count_parameters(model) + whole) / whole
-    for kernel in kernels:
+    share = share_of(model, ratio)
+    for kernel in kernels_of(result).values():
         weight = kernel.weight.detach()
         tensor = weight.flatten(2).permute(1, 2, 0).contiguous()  # inputs, taps, outputs
         inputs, taps, outputs = tensor.shape
@@ -199,6 +214,26 @@ def rounded(model: nn.Module) -> tuple[nn.Module, float]:
     return result, 4.0 * floats / size
 
 
+# --- layer by layer ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def layer_by_layer(model: nn.Module, curves: Curves, others: Mapping[str, nn.Module], ratio: float) -> Errors:
+    """For every layer that tensorly decomposes the relative change by every method, at equal size."""
+    rivals, errors = methods(curves), Errors()
+    for name, layer in kernels_of(model).items():
+        target, size = rivals["auto"][name].target, int(share_of(model, ratio) * layer.weight.numel())
+        own = errors.setdefault(name, {})
+        for method, other in others.items():
+            change = other.get_submodule(name).weight.double() - target.weight
+            own[method] = math.sqrt(float(target.loss(change) / target.norm))
+        smaller = [point.error for point in rivals["truncated SVD"][name].points if point.size <= size]
+        own["truncated SVD"] = math.sqrt(min(smaller, default=1.0))
+        for method in ("all but SVD", "auto"):
+            own[method] = rivals[method][name].best(Point(size, 0.0))[2]
+    return errors
+
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -221,9 +256,29 @@ def page(results: Path) -> str:
             own = {row["ratio"]: row["accuracy"] for row in network["rows"] if row["method"] == method}
             cells = [f"{own[ratio]:.2f}" if ratio in own else "" for ratio in ratios]
             text += f"| {method} | {' | '.join(cells)} |\n"
+        text += layers_table(network["layers"])
         for row in network["rows"]:
             if not row["budget"]:
                 text += f"\n{row['method']}: {row['accuracy']:.2f} % at {row['ratio']:.2f} times smaller.\n"
+    return text
+
+
+def layers_table(layers: list[dict[str, Any]]) -> str:
+    """Mean relative changes of layers at equal sizes, and where ours is no larger than any other."""
+    if not layers:
+        return ""
+    names = list(next(iter(layers[0]["errors"].values())))
+    text = (
+        f"\nMean relative change of layers, at equal size:\n\n| change of | {' | '.join(names)} | auto best in |"
+    )
+    text += f"\n| --- |{' --: |' * (len(names) + 1)}\n"
+    for part in layers:
+        errors = list(part["errors"].values())
+        means = [sum(own[name] for own in errors) / len(errors) for name in names]
+        best = sum(own["auto"] <= min(own.values()) for own in errors)
+        what = "outputs (calibrated)" if part["calibrated"] else "weights"
+        cells = " | ".join(f"{mean:.3f}" for mean in means)
+        text += f"| {what}, {part['ratio']:g} times smaller | {cells} | {best} of {len(errors)} |\n"
     return text
 
 
@@ -231,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="of the pretrained weights")
     parser.add_argument("--depths", type=int, nargs="+", default=[20, 56])
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="how many times smaller")
     parser.add_argument("--images", type=int, default=10_000, help="test images")
     parser.add_argument("--calibration", type=int, default=1_024, help="training images for calibration")
     parser.add_argument("--validation", action="store_true", help="measure on training images, for development")
@@ -250,7 +306,7 @@ def main() -> None:
     batches = list(normalised(splits.train.images[: options.calibration]).split(128))
     networks: list[dict[str, Any]] = []
     report = {
-        "command": f"python benchmarks/pretrained.py FOLDER --images {options.images}",
+        "command": " ".join(["python benchmarks/pretrained.py FOLDER", *sys.argv[2:]]),
         "images": len(images), "calibration": options.calibration, "networks": networks,
         "environment": describe_environment(torch.device("cpu")),
     }  # fmt: skip
@@ -259,7 +315,7 @@ def main() -> None:
         model = pretrained(options.folder, depth)
         rows: list[dict[str, Any]] = []
         networks.append({"depth": depth, "parameters": bt.count_parameters(model),
-                         "accuracy": accuracy(model, images, labels), "rows": rows})  # fmt: skip
+                         "accuracy": accuracy(model, images, labels), "rows": rows, "layers": []})  # fmt: skip
 
         def add(method: str, ratio: float, make: Callable[[], nn.Module], budget: bool = True,
                 rows: list[dict[str, Any]] = rows, depth: int = depth) -> None:  # fmt: skip
@@ -280,17 +336,19 @@ def main() -> None:
                 dense = pretrained(options.folder, other)
                 ratio = bt.count_parameters(model) / bt.count_parameters(dense)
                 add(f"ResNet-{other}, trained as it is", ratio, lambda dense=dense: dense, budget=False)
-        if find_spec("tensorly") is not None:
-            for method in ("tensor_train", "partial_tucker", "parafac"):
-                for ratio in RATIOS:
-                    with warnings.catch_warnings(action="ignore"):
-                        add(f"tensorly {method}, same share for every layer", ratio,
-                            lambda r=ratio, m=method, net=model: uniform(net, r, m))  # fmt: skip
-        for given in (None, batches):
-            for method, curves in methods(curves_of(model, given)).items():
-                for ratio in RATIOS:
-                    add(method + ("" if given is None else ", calibrated"), ratio,
-                        lambda r=ratio, own=curves, net=model: compressed(net, own, r))  # fmt: skip
+        others: dict[float, dict[str, nn.Module]] = {ratio: {} for ratio in options.ratios}
+        for method in ("tensor_train", "partial_tucker", "parafac") if find_spec("tensorly") is not None else ():
+            for ratio, own in others.items():
+                with warnings.catch_warnings(action="ignore"):
+                    own[f"tensorly {method}"] = net = uniform(model, ratio, method)
+                add(f"tensorly {method}, same share for every layer", ratio, lambda net=net: net)
+        for given in (batches, None):
+            measured, calibrated = curves_of(model, given), "" if given is None else ", calibrated"
+            for ratio, own in others.items():
+                networks[-1]["layers"].append({"ratio": ratio, "calibrated": given is not None,
+                                               "errors": layer_by_layer(model, measured, own, ratio)})  # fmt: skip
+                for method, curves in reversed(methods(measured).items()):
+                    add(method + calibrated, ratio, lambda r=ratio, own=curves, net=model: compressed(net, own, r))
 
 
 if __name__ == "__main__":

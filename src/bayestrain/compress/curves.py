@@ -241,7 +241,7 @@ class Curve:
         return ranks
 
     def cut(self, ranks: Sequence[int]) -> list[Tensor]:
-        """Whitened cores of these ranks: of a tree the first singular directions, else a quick fit from a random start."""
+        """Whitened cores of these ranks: of a tree the first singular directions, else a quick fit."""
         if self.equation.is_tree:
             cores = self.cores
             for bond, rank in zip(self.equation.bonds, ranks, strict=True):

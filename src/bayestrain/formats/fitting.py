@@ -22,7 +22,7 @@ FOUND, EXACT = 1e-3, 1e-8
 """Relative errors below which no other start is tried, and below which nothing is left to fit."""
 
 SMALLEST = 1e-14
-"""Relative damping of Newton steps at least: cores can be scaled against each other, so their normal matrix is singular."""
+"""Relative damping of Newton steps at least: their normal matrix is singular, since cores scale against each other."""
 
 WORK, NEWTON_WORK = 6e9, 2e10
 """Multiplications that a fit core by core may take, roughly, and one of all cores at once."""
