@@ -26,7 +26,7 @@ import onnxruntime  # type: ignore[import-untyped]  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-LONG, SHORT = 1.0, 0.02
+LONG, SHORT = 0.5, 0.005
 """Seconds: fewer rounds for longer passes, and how long one measurement takes at least."""
 
 Run = Callable[[Tensor], dict[str, Tensor]]
@@ -81,7 +81,7 @@ def timed(run: Run, x: Tensor, calls: int) -> float:
 def latency(small: Run, dense: Run, x: Tensor, rounds: int) -> dict[str, float]:
     """Median milliseconds of alternating measurements, and their ratio."""
     once = max(timed(run, x, 1) for run in (small, dense) for _ in range(2))
-    calls, rounds = max(1, round(SHORT / once)), rounds if once < LONG else max(rounds // 5, 3)
+    calls, rounds = max(1, round(SHORT / once)), rounds if once < LONG else max(rounds // 10, 3)
     times = [(timed(small, x, calls), timed(dense, x, calls)) for _ in range(rounds)]
     ours, theirs = (1e3 * statistics.median(own) for own in zip(*times, strict=True))
     return {"ms": ours, "dense_ms": theirs, "ratio": ours / theirs}

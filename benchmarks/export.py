@@ -170,7 +170,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="Tiny Shakespeare")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="measure nothing, only write the page")
@@ -179,7 +179,7 @@ def main() -> None:
     if not options.page:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        report: dict[str, Any] = {"command": f"python benchmarks/export.py --text TEXT --rounds {options.rounds}",
+        report: dict[str, Any] = {"command": "python benchmarks/export.py --text input.txt",
                                   "onnxruntime": onnxruntime.__version__, "rows": [],
                                   "environment": describe_environment(torch.device("cpu"))}  # fmt: skip
         for name, *row in rows(options.text):

@@ -220,6 +220,22 @@ def test_integers_are_as_good_as_those_of_torchao(tmp_path: Path) -> None:
     assert (found - expected).norm() < 1.05 * (model(x) - expected).norm()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_quantises_plain_models_only() -> None:
+    """As docs/limits.md says: it passes over factorised layers without a word."""
+    ao = pytest.importorskip("torchao.quantization")
+    model, x = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 40)), torch.randn(100, 64)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=8, layout="split"))
+    expected, made = model(x), bt.to_plain(model)
+    ao.quantize_(made, ao.Int8WeightOnlyConfig())
+    linear = [own for own in made.modules() if isinstance(own, nn.Linear)]
+    assert len(linear) == 4
+    assert {type(own.weight.data).__name__ for own in linear} == {"Int8Tensor"}
+    assert 0 < (made(x) - expected).norm() < 0.1 * expected.norm()
+    ao.quantize_(model, ao.Int8WeightOnlyConfig())
+    assert torch.equal(model(x), expected)
+
+
 class Branches(nn.Module):
     """A network that traced code cannot follow: what it does depends on the batch and on a random number."""
 

@@ -164,6 +164,7 @@ def test_a_wrong_description_is_refused(tmp_path: Path) -> None:
     name, about = next(iter(weights.items()))
     for wrong in (
         {"version": 99}, {"weights": None}, {"weights": {name: {}}}, {"weights": {name: about | {"ranks": [-1]}}},
+        {"weights": {name: about | {"ranks": [10**40] * len(about["ranks"])}}},
         {"weights": {name: about | {"ranks": "many"}}}, {"weights": {name: about | {"format": "mine"}}},
         {"weights": {name: about | {"equation": "a, b -> ab"}}},
         {"weights": {name: about | {"layout": about["layout"] | {"shape": [3, 5], "axes": [3, 5]}}}},
@@ -171,6 +172,12 @@ def test_a_wrong_description_is_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | wrong}))
         with pytest.raises(BayesTrainError):
             type(model).from_pretrained(tmp_path)
+    lying = {
+        "weights": weights | {name: about | {"ranks": [10**7] * len(about["ranks"])}}
+    }  # which the tensors have not
+    file.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | lying}))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        type(model).from_pretrained(tmp_path)
     file.write_text(json.dumps(good))
     tensors = load_file(tmp_path / "model.safetensors")
     core = f"{name}.cores.0"
