@@ -391,11 +391,12 @@ def test_names_and_patterns(arguments: dict[str, Any], expected: list[str]) -> N
     [
         *(({"max_rank": rank}, "max_rank must be an integer of at least 1, or a tuple of them, got ")
           for rank in (0, -1, (3, 0), 2.5, True, "20")),
-        ({"layout": "sideways"}, r"layout must be one of \('paired', 'split'\), got 'sideways'\."),
+        ({"layout": "sideways"}, r"layout must be one of \('paired', 'split', 'auto'\), got 'sideways'\."),
         ({"init": "zeros"}, r"init must be one of \('he', 'paper', 'svd'\), got 'zeros'\."),
         ({"init": "svd", "tol": 1.0}, r"tol is a relative error and must lie in \[0, 1\), got 1\.0\."),
         ({"format": "cpd"}, r"format must be one of \('tt', 'cp', 'tucker', 'ring'\), got 'cpd'\."),
         ({"format": "auto", "max_rank": (3, 2)}, r"format='auto' takes one max_rank, got \(3, 2\)"),
+        ({"layout": "auto", "max_rank": (3, 2)}, r"layout='auto' takes one max_rank, got \(3, 2\)"),
         ({"format": "auto", "init": "svd"}, r"format='auto' with init='svd' compares sizes at one error.* tol=0\.1\."),
         ({"tol": 0.1}, r"tol=0\.1 only means something with init='svd', got init='he'\."),
     ],
@@ -409,6 +410,18 @@ def test_auto_starts_convolutions_as_tucker_and_matrices_and_tables_as_trains() 
     model = nn.Sequential(nn.Embedding(400, 12), cnn(), nn.Conv1d(12, 16, 1), nn.Bilinear(12, 16, 16))
     report = bt.tensorize_(model, bt.TensorizeConfig(4, "auto"), include=["0", "1.0", "1.3", "1.5", "2", "3.weight"])
     assert [row.format for row in report.rows] == ["tt", "tucker", "tucker", "tt", "tt", "tucker"]
+
+
+@pytest.mark.parametrize(("rank", "layouts"), [(4, "paired paired split"), (20, "split split paired")])
+def test_auto_lays_out_matrices_by_their_multiplications(rank: int, layouts: str) -> None:
+    """A small layer is split at a low rank only; an LSTM's weights are made whole, a table is always split."""
+    model = nn.Sequential(
+        nn.Linear(768, 768), nn.MultiheadAttention(512, 8), nn.Linear(64, 48), nn.LSTM(512, 8), nn.Embedding(900, 64)
+    )
+    report = bt.tensorize_(
+        model, bt.TensorizeConfig(rank, layout="auto"), include=["0", "*.in_proj_weight", "2", "3", "4"]
+    )
+    assert [row.layout for row in report.rows] == [*layouts.split(), "paired", "paired", "split"]
 
 
 def test_auto_takes_the_fewest_parameters_at_one_error_and_else_the_smallest_error() -> None:

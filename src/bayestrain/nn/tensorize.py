@@ -20,7 +20,7 @@ from bayestrain.nn import parameters
 from bayestrain.nn.conv import TensorConv2d
 from bayestrain.nn.convert import STATE_HOOKS, Place, find_places, install
 from bayestrain.nn.embedding import TensorEmbedding, mean_square
-from bayestrain.nn.factorized import DEFAULT_RANK, INITS, FactorizedWeight
+from bayestrain.nn.factorized import DEFAULT_RANK, INITS, MANY_ROWS, FactorizedWeight
 from bayestrain.nn.layer import TensorLayer, is_lazy
 from bayestrain.nn.layout import LAYOUTS, Layout
 from bayestrain.nn.linear import TensorLinear
@@ -49,7 +49,9 @@ class TensorizeConfig:
             reach it, the smallest error. A random start is a train for matrices and tables, of which it is the smallest
             at one rank, and Tucker for convolutions and other weights of three axes: it leaves channels whole, runs as
             three thin convolutions, and holds CP of the same rank.
-        layout: "paired" or "split", for matrices; tables and the weights tied to them are always split.
+        layout: "paired" or "split", for matrices, or "auto", which chooses for each; tables and the weights tied to
+            them are always split. Auto takes paired, the more expressive, where it halves the multiplications at
+            `max_rank`, or where the layer's weight is made whole in any case; else split, if that halves them.
         init: "he" or "paper" start at random with that variance; "svd" decomposes the layer's own weights. Tables,
             attention and recurrent weights start with their own variance in the place of He's.
         tol: relative error of the decomposition; only with ``init="svd"``.
@@ -67,13 +69,16 @@ class TensorizeConfig:
         object.__setattr__(self, "max_rank", checked_rank(self.max_rank))
         if self.format != AUTO:
             get(self.format)
-        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("layout", self.layout, (*LAYOUTS, AUTO))
         check_choice("init", self.init, (*INITS, "svd"))
         check_tol(self.tol)
         if self.tol and self.init != "svd":
             raise ConfigError(f"tol={self.tol} only means something with init='svd', got init={self.init!r}.")
-        if self.format == AUTO and isinstance(self.max_rank, tuple):
-            raise ConfigError(f"format='auto' takes one max_rank, got {self.max_rank}: formats differ in their bonds.")
+        for key in ("format", "layout"):
+            if getattr(self, key) == AUTO and isinstance(self.max_rank, tuple):
+                raise ConfigError(
+                    f"{key}='auto' takes one max_rank, got {self.max_rank}: {key}s differ in their bonds."
+                )
         if self.format == AUTO and self.init == "svd" and not self.tol:
             raise ConfigError("format='auto' with init='svd' compares sizes at one error. Give it, such as tol=0.1.")
 
@@ -241,11 +246,25 @@ def _weight(tied: Sequence[Place], config: TensorizeConfig, chosen: bool) -> Fac
     elif start == "he" and not weight.is_meta:
         start = mean_square(weight)
 
-    def how(format: str | Format) -> tuple[Format, Layout]:
+    def laid_out(format: str | Format, layout: str) -> tuple[Format, Layout]:
         if place.kind is None:
-            return get(format), parameters.fold(tuple(weight.shape), get(format), config.layout, **modes)
-        layout = "split" if issubclass(place.kind, TensorEmbedding) else config.layout
+            return get(format), parameters.fold(tuple(weight.shape), get(format), layout, **modes)
         return place.kind.how(plain, format, layout, **modes)
+
+    def how(format: str | Format) -> tuple[Format, Layout]:
+        if place.kind and issubclass(place.kind, TensorEmbedding):
+            return laid_out(format, "split")
+        if config.layout != AUTO:
+            return laid_out(format, config.layout)
+        paired = laid_out(format, "paired")
+        if (
+            weight.ndim > 2
+            or not (place.kind or place.parameter == "in_proj_weight")
+            or halves(*paired, config.max_rank)
+        ):
+            return paired
+        split = laid_out(format, "split")
+        return split if halves(*split, config.max_rank) else paired
 
     chosen |= any(p.name in config.modes for p in tied)
     own = how(suited(weight.shape) if config.format == AUTO else config.format)
@@ -258,6 +277,12 @@ def _weight(tied: Sequence[Place], config: TensorizeConfig, chosen: bool) -> Fac
     else:
         return "too small to become smaller"
     return found if chosen or found.numel < weight.numel() else f"would grow to {found.numel:,} parameters"
+
+
+def halves(format: Format, layout: Layout, max_rank: int | tuple[int, ...]) -> bool:
+    """Whether a batch goes through the cores of a matrix with at most half of the dense layer's multiplications."""
+    weight = FactorizedWeight.random(format, layout, max_rank, device="meta")
+    return 2 * weight.operations(MANY_ROWS)[0] <= MANY_ROWS * weight.dense_numel
 
 
 def suited(shape: Sequence[int]) -> str:

@@ -98,7 +98,7 @@ class TensorizeSettings(Section, title="tensorize"):
 
     enabled: bool = setting("factorise the linear and convolution layers; false leaves the network as it is", True)
     format: str = setting('low-rank format, one of bayestrain.formats, or "auto"', "tt")
-    layout: str = setting("how a weight folds into modes", "paired", choices=("paired", "split"))
+    layout: str = setting("how a weight folds into modes", "paired", choices=("paired", "split", "auto"))
     max_rank: int = setting("rank of every bond at the start", 20, at_least=1)
     init: str = setting("values at the start: random, or from the dense weights", "he", choices=("he", "paper", "svd"))
     tol: float = setting('relative error of init "svd"', 0.0, at_least=0, below=1)
