@@ -115,7 +115,7 @@ def run(home: Path, first: str) -> Path:
 def started(home: Path) -> Path:
     """The files of `bayestrain init`, trained as their README says, but shorter."""
     folder = home / "mine"
-    printed = process("init", "mine", cwd=home)
+    printed = answer("init", str(folder))
     assert "bayestrain train --config run.toml --out first" in printed
     short = ("--set", "fit.epochs=6", "--set", "fit.finetune_epochs=2")
     process("train", "--config", "run.toml", "--out", "first", *short, cwd=folder)
@@ -195,22 +195,24 @@ def test_the_embedded_example_trains() -> None:
     assert "inverted" in table
 
 
-def test_the_files_of_init_train_and_predict(started: Path) -> None:
+def test_the_files_of_init_train_and_predict(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(started)
+    monkeypatch.syspath_prepend(started)  # where `task` is, as the console script looks for it
     result = json.loads((started / "first" / "result.json").read_text())
     assert result["task"] == "regression"
     assert result["metrics"]["rmse"] < 4
     assert result["parameters"] < result["dense_parameters"] / 5
-    table = process("predict", "first", "new.csv", cwd=started).splitlines()
+    table = answer("predict", "first", "new.csv").splitlines()
     assert table[0].split() == ["input", "prediction", "90%", "interval"]
     assert len(table) == 2 + 3
     rows = json.loads(process("predict", "posterior", "new.csv", "--json", cwd=started))
     for row in rows:
         assert row["low"] < row["prediction"] < row["high"]
         assert row["total"] == pytest.approx(row["aleatoric"] + row["epistemic"])
-    assert "of the variance" in process("predict", "posterior", "new.csv", cwd=started)
-    assert process("report", "first", "posterior", cwd=started) == "comparison.html\n"
-    assert "RMSE (test)" in process("evaluate", "posterior", cwd=started)
-    assert "each of 2 particles" in process("inspect", "posterior", cwd=started)
+    assert "of the variance" in answer("predict", "posterior", "new.csv")
+    assert answer("report", "first", "posterior") == "comparison.html\n"
+    assert "RMSE (test)" in answer("evaluate", "posterior")
+    assert "each of 2 particles" in answer("inspect", "posterior")
     assert "Predicted and true values" in (started / "posterior/report.html").read_text()
 
 

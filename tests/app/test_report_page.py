@@ -243,9 +243,7 @@ def test_a_damaged_file_is_named(run: Path, name: str, content: str, reason: str
     assert "is damaged" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "value", ["x", [[]], {"a": None}, -1e300, 10**400], ids=["text", "list", "object", "-", "huge"]
-)
+@pytest.mark.parametrize("value", ["x", {"a": None}, 10**400], ids=["text", "object", "huge"])
 def test_wrong_entries_of_a_result_are_a_data_error_or_a_page(run: Path, value: object) -> None:
     result = load(run / "result.json")
     for name in ("parameters", "dense_parameters", "ranks", "layers", "metrics", "posterior", "seconds", "classes"):

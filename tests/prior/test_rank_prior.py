@@ -216,7 +216,7 @@ def test_a_normal_prior_is_used_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_data": 0}, "num_data must be the number of training data, such as len.* at least 1, got 0"),
+        ({"num_data": 0}, "num_data must be the number of training examples, such as len.* at least 1, got 0"),
         ({"num_data": 2.5}, "num_data must be .* at least 1, got 2.5"),
         ({"num_data": 10, "weight": -1.0}, "weight cannot be negative, got -1.0"),
         ({"num_data": 10, "weight": math.nan}, "weight cannot be negative, got nan"),

@@ -55,7 +55,7 @@ class Posterior(ParticleModel):
 
     Args:
         models: networks of one architecture on one device, which are copied: the particles' starts.
-        num_data: number of training data.
+        num_data: number of training examples.
         likelihood: "classification", "regression", a `Likelihood`, or a function ``(outputs, targets) -> log
             probability of each datum``.
         method: "svgd", "ensemble", "sgld" or "map".

@@ -49,7 +49,7 @@ class NormalPrior:
 
     Args:
         model: the network. Only parameters that require a gradient now have a prior.
-        num_data: number of training data.
+        num_data: number of training examples.
         terms_per_datum: how many terms of each datum your loss averages over. 1 is for a loss that is a mean over data
             only; a mean over tokens, pixels or outputs as well, as of `nn.MSELoss`, has as many as a datum has of them.
         variance: prior variance of every parameter.
@@ -67,7 +67,7 @@ class NormalPrior:
         weight: float = 1.0,
         warmup_steps: int = 0,
     ) -> None:
-        rule = "must be the number of training data, such as len(dataset), at least 1"
+        rule = "must be the number of training examples, such as len(dataset), at least 1"
         _check(rule, lambda n: hasattr(n, "__index__") and n >= 1, num_data=num_data)
         check_counts(terms_per_datum=terms_per_datum)
         _check(*POSITIVE, variance=variance)

@@ -15,7 +15,7 @@ EARLY = 100
 """Steps at first with many looks. What a look costs is that a GPU is waited for."""
 
 VANISHED = 1 / 3
-"""The share of a norm that early is left only if a prior erases; pruning goes on for longer, so later it is smaller."""
+"""The share of a norm that early is left only if a prior erases; pruning takes longer, so later it is smaller."""
 
 MATTERS = 0.2
 """A prior with fewer entries of a weight than this per term of the data cannot have erased it."""

@@ -90,7 +90,7 @@ def fit(
         particles: with 2 or more, train a posterior of so many networks by `method`: "svgd", "ensemble" or "sgld".
         optimizer: a name of `FitConfig.optimizer`, or a function of a list of (name, parameter) pairs that returns an
             optimiser; its learning rates follow the schedule in proportion.
-        num_data: number of training data, if `data` do not know it; otherwise one pass counts them.
+        num_data: number of training examples, if `data` do not know it; otherwise one pass counts them.
         teacher: a network, for example the one that `compress_` made smaller, whose predictions count as much as the
             targets (distillation). For one network; it is copied and does not change.
         callbacks: objects with methods of `Callback`.
