@@ -61,7 +61,7 @@ class Job:
 
     run: Callable[[Path, Tell], object]
     check: Callable[[Path, list[str]], object]
-    prepare: Callable[[Path], object] = field(default=lambda folder: None)
+    prepare: Callable[[Path], object] = field(default=lambda _: None)
     kinds: tuple[str, ...] = ("kill", "disk", "memory", "handles", "permissions", "damage", "two", "clock")
 
 
@@ -302,7 +302,7 @@ class Faults:
             limit = size + draw.randrange(3 << 20)
             return lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         if kind == "handles":
-            limit = len(os.listdir("/proc/self/fd")) + draw.randrange(8) + 4 * (self.name == "serve")
+            limit = len(list(Path("/proc/self/fd").iterdir())) + draw.randrange(8) + 4 * (self.name == "serve")
             return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         if kind == "permissions":
             inside = [path for path in folder.rglob("*") if draw.random() < 0.5]
@@ -388,7 +388,8 @@ class Faults:
                 self._read(folder)
             except BayesTrainError as error:
                 self.ends["named"] += 1
-                assert str(folder) in str(error) or "not the published file" in str(error), error
+                if str(folder) not in str(error):
+                    raise AssertionError(f"the message does not name the file: {error}") from error
                 raise Named(what) from error
             self.told = ["damage"]
 
