@@ -234,6 +234,7 @@ WEIGHT = ("weights", "6.factorized")
         ((*WEIGHT, "layout", "modes"), [[True], [1]]),
         ((*WEIGHT, "layout", "shape"), [5.0, 16]),
         ((*WEIGHT, "layout", "axes"), [16, 5]),
+        ((*WEIGHT, "layout", "axes"), [5, 10**13, [[]]]),
         ((*WEIGHT, "layout"), []),
         ((*WEIGHT, "equation"), "ax, xb -> ba"),
         ((*WEIGHT, "format"), "magic"),
