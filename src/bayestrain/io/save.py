@@ -143,7 +143,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
 
 
 def _sizes(value: object, depth: int = 1) -> Any:
-    """Sizes, in lists nested to this depth, as tuples; raises if there is anything else: numbers times tuples repeat."""
+    """Sizes, in lists nested to this depth, as tuples; raises for anything else: a number times a tuple repeats it."""
     if depth and isinstance(value, list) and len(value) <= MOST_SIZES:
         return tuple(_sizes(each, depth - 1) for each in value)
     if not depth and type(value) is int and 0 <= value < 2**63:
