@@ -28,6 +28,12 @@ test-faults: $(INSTALLED) ## kill, starve and damage training, saving, exporting
 fuzz: $(INSTALLED) ## feed a million damaged inputs to everything that reads
 	$(BIN)/python tests/trust/fuzz.py
 
+coverage: $(INSTALLED) ## run all tests and record which lines and branches they reach
+	$(BIN)/python tools/cover.py
+
+mutants: $(INSTALLED) ## change the code of formats, prior and compact 900 times, and see whether the tests notice
+	$(BIN)/python tools/mutate.py
+
 lint: $(INSTALLED) ## style, format, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

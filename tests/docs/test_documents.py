@@ -9,6 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+import trust_kit
 
 import bayestrain as bt
 from bayestrain.train import config
@@ -123,6 +124,10 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
 def test_the_page_of_speed_is_up_to_date() -> None:
     page = old_and_new.RESULTS / "README.md"
     assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
+
+
+def test_the_page_of_trust_is_up_to_date() -> None:
+    assert (ROOT / "results" / "trust.md").read_text() == trust_kit.page(trust_kit.RESULTS), "run `make fuzz` again"
 
 
 def test_mnist_mini_takes_the_first_digits_of_each_class() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bayestrain.files import checksum
 from tools import lock
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,36 @@ def test_every_dependency_is_pinned() -> None:
     versions = pins((ROOT / "constraints.txt").read_text())
     names = {normal(re.split(r"[\[<>=~]", one)[0].strip()) for one in wanted} - {project["name"]}  # its own extras
     assert names <= set(versions)
+
+
+@pytest.mark.slow
+def test_wheel_and_source_are_built_to_the_same_bytes_again(tmp_path: Path) -> None:
+    """From two copies, whose files have other times and come in another order."""
+    found = []
+    for place, when in (("one", 10**9), ("two", 1_500_000_000)):
+        copy = tmp_path / place
+        files = ["pyproject.toml", "README.md", "LICENSE", *sorted(each.name for each in ROOT.glob("src"))]
+        copy.mkdir()
+        for name in files if place == "one" else reversed(files):
+            source = ROOT / name
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
+        for path in copy.rglob("*"):
+            os.utime(path, (when, when))
+        build = [
+            sys.executable,
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            str(tmp_path / f"{place}-dist"),
+            str(copy),
+        ]
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+        subprocess.run(build, env=environment, capture_output=True, check=True)
+        found.append({path.name: checksum(path) for path in (tmp_path / f"{place}-dist").iterdir()})
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

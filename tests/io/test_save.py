@@ -1,7 +1,6 @@
 """Saved models come back as they were; damaged and hostile files are refused."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from bayestrain import TensorizeConfig, TensorLinear, compact_, load, ranks, save, tensorize_
 from bayestrain.errors import ConfigError, DataError
-from bayestrain.files import write_atomically
 from bayestrain.formats import FORMATS, Format, TensorTrain
 from bayestrain.nn import FactorizedWeight, factorized_weights
 from bayestrain.prior import RankPrior
@@ -236,6 +234,7 @@ WEIGHT = ("weights", "6.factorized")
         ((*WEIGHT, "layout", "modes"), [[True], [1]]),
         ((*WEIGHT, "layout", "shape"), [5.0, 16]),
         ((*WEIGHT, "layout", "axes"), [16, 5]),
+        ((*WEIGHT, "layout", "axes"), [5, 10**13, [[]]]),
         ((*WEIGHT, "layout"), []),
         ((*WEIGHT, "equation"), "ax, xb -> ba"),
         ((*WEIGHT, "format"), "magic"),

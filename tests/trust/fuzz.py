@@ -29,8 +29,8 @@ for room in ("trust", "app"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 import torch  # noqa: E402
-from trust_kit import record  # noqa: E402
 from readers import READERS, SLOW, Reader  # noqa: E402
+from trust_kit import record  # noqa: E402
 
 from bayestrain.errors import BayesTrainError  # noqa: E402
 
@@ -88,7 +88,7 @@ def attack(name: str, reader: Reader, seed: int, numbers: range, current: Any = 
 def worker(name: str, seed: int, tasks: Any, results: Any, current: Any) -> None:
     """Attacks one reader within its own process, whose memory may grow by a gigabyte."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=RAM) as folder, open(os.devnull, "w") as silence:
+    with tempfile.TemporaryDirectory(dir=RAM) as folder, Path(os.devnull).open("w") as silence:
         os.dup2(silence.fileno(), 2)  # libtiff's own
         with contextlib.redirect_stdout(silence):
             reader = READERS[name](Path(folder))

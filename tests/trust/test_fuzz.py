@@ -11,7 +11,7 @@ from readers import READERS, SLOW
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "files of a report"])
 def test_only_our_own_errors_come_out(name: str, tmp_path: Path) -> None:
-    with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
+    with Path(os.devnull).open("w") as silence, contextlib.redirect_stdout(silence):
         reader = READERS[name](tmp_path)
     found = attack(name, reader, 1, range(300 // SLOW.get(name, 1)))
     assert not found["unexpected"], found["odd"]

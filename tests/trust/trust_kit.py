@@ -67,4 +67,21 @@ def faults(found: dict[str, Any]) -> str:
     return f"## Faults\n\n{text}{table(['job, fault', 'faults', 'promise broken', 'how the job ended'], rows)}"
 
 
-SECTIONS = {"fuzz": fuzz, "faults": faults}
+def mutants(found: dict[str, Any]) -> str:
+    rows = [
+        [room, row["mutants"], row["killed"], row["too slow"], len(row["survivors"]),
+         f"{1 - len(row['survivors']) / row['mutants']:.0%}"]
+        for room, row in found["rooms"].items()
+    ]  # fmt: skip
+    survivors = "".join(f"- `{each}`\n" for row in found["rooms"].values() for each in row["survivors"])
+    text = "Single changes of the code, and whether the quick tests of its room notice. Survivors:"
+    header = ["room", "mutants", "killed", "too slow", "survived", "noticed"]
+    return f"## Mutants\n\n{table(header, rows)}\n{text}\n\n{survivors or '- none'}"
+
+
+def coverage(found: dict[str, Any]) -> str:
+    rows = [[room, f"{row['lines']:.1%}", f"{row['branches']:.1%}"] for room, row in found["rooms"].items()]
+    return f"## Coverage\n\nOf all tests that need no GPU.\n\n{table(['room', 'lines', 'branches'], rows)}"
+
+
+SECTIONS = {"fuzz": fuzz, "faults": faults, "mutants": mutants, "coverage": coverage}

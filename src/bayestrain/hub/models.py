@@ -62,7 +62,7 @@ class FactorizedLoader(HfQuantizer):  # type: ignore[misc]
                 names = (path, prefix + path, path.removeprefix(prefix))  # a head may have come or gone
                 name = next((name for name in names if name.partition(f".{HOLDER}")[0] in modules), None)
                 if name is not None:
-                    sizes = {key: _sizes(about["layout"][key]) for key in LAYOUT}
+                    sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
                     layout = Layout(**sizes, name=str(about["layout"]["name"]))
                     shapes = get(about["format"]).equation(layout.sizes).shapes(layout.sizes, _sizes(about["ranks"]))
                     tensors |= {f"{name}.cores.{k}": torch.empty(s, device="meta") for k, s in enumerate(shapes)}

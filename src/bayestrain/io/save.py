@@ -34,7 +34,8 @@ WEIGHTS, PARTICLES, DESCRIPTION, CARD = "model.safetensors", "posterior.safetens
 LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64
 """Bounds on what is read: bytes of the JSON, and the number of sizes in one list."""
 
-LAYOUT = ("shape", "axes", "splits", "modes")
+LAYOUT = {"shape": 1, "axes": 1, "splits": 2, "modes": 2}
+"""What describes a layout: how deep its lists of sizes are nested."""
 
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
@@ -192,10 +193,10 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
         if found["version"] != VERSION or found["kind"] not in ("model", "posterior"):
             raise ValueError(f"its kind is {found['kind']!r}, its version {found['version']!r}")
         for about in found["weights"].values():
-            sizes = {key: _sizes(about["layout"][key]) for key in LAYOUT}
+            sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
             about["layout"] = Layout(**sizes, name=str(about["layout"]["name"]))
         if found["kind"] == "posterior":
-            found["particles"], found["shared"] = _sizes(found["particles"]), set(found["shared"])
+            found["particles"], found["shared"] = _sizes(found["particles"], 0), set(found["shared"])
             if (about := found["likelihood"]) is not None:
                 known = about["kind"] == "classification"
                 found["likelihood"] = Classification(about["temperature"]) if known else Regression(about["noise"])
@@ -204,11 +205,11 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
     return folder, found
 
 
-def _sizes(value: object) -> Any:
-    """Sizes, in lists or lists of lists, as tuples; raises if there are other things in them."""
-    if isinstance(value, list) and len(value) <= MOST_SIZES:
-        return tuple(map(_sizes, value))
-    if type(value) is int and value >= 0:
+def _sizes(value: object, depth: int = 1) -> Any:
+    """Sizes, in lists nested to this depth, as tuples; raises for anything else: a number times a tuple repeats it."""
+    if depth and isinstance(value, list) and len(value) <= MOST_SIZES:
+        return tuple(_sizes(each, depth - 1) for each in value)
+    if not depth and type(value) is int and 0 <= value < 2**63:
         return value
     raise ValueError(f"{str(value)[:40]} is no size or short list of sizes")
 

@@ -1,0 +1,95 @@
+"""One model used by 8 threads, or by forked workers, gives the serial answers bit for bit."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from bayestrain import TensorizeConfig, tensorize_, to_plain
+
+THREADS, TURNS = 8, 40
+
+
+class Attention(nn.Module):
+    """Keeps its class: its weights are materialised while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(len(x), 2, 32)
+        return self.own(x, x, x)[0].flatten(1)  # type: ignore[no-any-return]
+
+
+def network(format: str = "tt") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 64), Attention(),
+                          nn.Linear(64, 5))  # fmt: skip
+    tensorize_(model, TensorizeConfig(max_rank=3, format=format))
+    return model.eval()
+
+
+def inputs(number: int = THREADS) -> list[Tensor]:
+    return [torch.randn(1 + k, 1, 4, 4, generator=torch.Generator().manual_seed(k)) for k in range(number)]
+
+
+@pytest.mark.parametrize("make", [network, lambda: network("cp"), lambda: to_plain(network())])
+def test_eight_threads_get_the_serial_answers_of_a_model(make: Callable[[], nn.Module]) -> None:
+    with torch.no_grad():
+        expected = [make()(x) for x in inputs()]
+    model = make()  # whose plans and caches all threads need at the same moment
+    barrier = threading.Barrier(THREADS)
+
+    def work(number: int) -> int:
+        barrier.wait()
+        with torch.no_grad():
+            return sum(
+                torch.equal(model(inputs()[k % THREADS]), expected[k % THREADS]) for k in range(number, number + TURNS)
+            )
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert list(pool.map(work, range(THREADS))) == [TURNS] * THREADS
+
+
+class Predictions(Dataset[Tensor]):
+    """Predicts in the workers of a loader."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return THREADS
+
+    def __getitem__(self, index: int) -> Tensor:
+        with torch.no_grad():
+            return self.model(inputs()[index])  # type: ignore[no-any-return]
+
+
+FORK = """
+import torch
+from test_workers import Predictions, inputs, network
+from torch.utils.data import DataLoader
+
+torch.set_num_threads(1)
+model = network()
+with torch.no_grad():
+    expected = [model(x) for x in inputs()]
+for workers in (1, 3):
+    loader = DataLoader(Predictions(model), batch_size=None, num_workers=workers, multiprocessing_context="fork")
+    assert all(torch.equal(*pair) for pair in zip(loader, expected, strict=True)), workers
+"""
+
+
+def test_forked_workers_get_the_serial_answers_of_a_model() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, "-c", FORK], env=environment, timeout=120, check=False).returncode == 0
