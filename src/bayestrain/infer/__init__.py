@@ -20,6 +20,6 @@ from bayestrain.infer.svgd import SVGD
 METHODS: dict[str, type[Method]] = {method.name: method for method in (Anchored, SVGD, Ensemble, SGLD, HMC, MAP)}
 
 __all__ = [
-    "HMC", "MAP", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method", "StepInfo",
-    "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
+    "HMC", "MAP", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method",
+    "StepInfo", "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
 ]  # fmt: skip

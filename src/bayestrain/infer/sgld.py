@@ -17,8 +17,8 @@ from torch import Tensor
 from bayestrain.errors import ConfigError
 from bayestrain.infer.method import Method
 
-WINDOW = 4
-"""The preconditioner is a mean over the last fourth of all steps at least: one that follows the chain widens it."""
+WINDOW = 2
+"""The preconditioner is a mean over the latter half of all steps at least: one that follows the chain widens it."""
 
 
 class SGLD(Method):
