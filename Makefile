@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu bench-pretrained clean
+.PHONY: help install demo test test-fast lint docs wheel lock bench bench-gpu bench-pretrained bench-posterior bench-uci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
 
 bench-pretrained: $(INSTALLED) ## pretrained networks in the folder DATA, smaller without training: accuracy against size
 	$(BIN)/python benchmarks/pretrained.py $(DATA)
+
+bench-posterior: $(INSTALLED) ## how wide and how right posteriors are: linear models, Gaussians, a network against HMC
+	$(BIN)/python benchmarks/posteriors.py
+
+bench-uci: $(INSTALLED) ## regression on the nine UCI sets in the folder DATA under Gal's splits, resumable
+	$(BIN)/python benchmarks/uci.py $(DATA)
 
 -include paper/Makefile
 

@@ -81,11 +81,11 @@ def measure(name: str, number: int, x: Tensor, y: Tensor, new: Tensor, targets: 
     (middle, scale), (mean, std) = ((t.mean(0), t.std(0).clamp_min(1e-6)) for t in (x, y))
     posterior = train((x - middle) / scale, (y - mean) / std, width, number)
     found = posterior.predict((new - middle) / scale).metrics((targets - mean) / std)
-    dense = x.shape[1] * width + 2 * width + 1
     return {
         "set": name, "split": number, "log_likelihood": found["log_likelihood"] - float(std.log()),
         "rmse": found["rmse"] * float(std), "coverage_90": found["coverage_90"],
-        "parameters": posterior.parameters_each, "dense": dense, "method": METHOD, "particles": PARTICLES, "steps": STEPS, "lr": LR, "batch": BATCH,
+        "parameters": posterior.parameters_each, "dense": x.shape[1] * width + 2 * width + 1,
+        "method": METHOD, "particles": PARTICLES, "steps": STEPS, "lr": LR, "batch": BATCH,
         "seconds": round(time.perf_counter() - begun, 1), "commit": describe_environment(torch.device("cpu"))["commit"],
     }  # fmt: skip
 
@@ -117,8 +117,8 @@ INTRODUCTION = """# Regression under Gal's splits
 
 `make bench-uci DATA=folder` writes this page. Test log likelihood in the targets' unit, mean over splits with its
 standard error. Posteriors are {particles} {method} particles of a factorised network with one hidden layer, each with
-at most half of the parameters of the dense one, learned noise, and the same {steps} steps of Adam at {lr} for all sets; MC
-dropout is one dense network, with a hundred times the epochs of its first publication. *wins* compares means.
+at most half of the parameters of the dense one, learned noise, and the same {steps} steps of Adam at {lr} for all sets;
+MC dropout is one dense network, with a hundred times the epochs of its first publication. *wins* compares means.
 """
 
 
