@@ -3,8 +3,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-faults fuzz coverage mutants lint docs wheel lock bench bench-gpu \
-  bench-pretrained bench-export clean
+.PHONY: help install demo test test-fast test-faults fuzz coverage mutants lint docs wheel lock clean
+.PHONY: bench bench-gpu bench-pretrained bench-export bench-posterior bench-uci
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ bench-pretrained: $(INSTALLED) ## pretrained networks in the folder DATA, smalle
 
 bench-export: $(INSTALLED) ## exported files beside dense ones: size, agreement, latency; TEXT: Tiny Shakespeare, for a GPT
 	$(BIN)/python benchmarks/export.py $(if $(TEXT),--text $(TEXT))
+
+bench-posterior: $(INSTALLED) ## how wide and how right posteriors are: linear models, Gaussians, a network against HMC
+	$(BIN)/python benchmarks/posteriors.py
+
+bench-uci: $(INSTALLED) ## regression on the nine UCI sets in the folder DATA under Gal's splits, resumable
+	$(BIN)/python benchmarks/uci.py $(DATA)
 
 -include paper/Makefile
 

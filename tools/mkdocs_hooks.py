@@ -15,8 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = ("paper/README.md", "paper/results/TABLE.md", "results/benchmarks/README.md",
-           "results/benchmarks/EXPORT.md", "results/benchmarks/0.1/README.md",
-           "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # fmt: skip
+           "results/benchmarks/EXPORT.md", "results/benchmarks/POSTERIORS.md", "results/uci/README.md",
+           "results/benchmarks/0.1/README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # fmt: skip
 FIGURES = ("paper/results/figures/*.svg", "results/benchmarks/0.1/*.svg")
 """What the site shows besides `docs/`, under the same paths."""
 

@@ -103,7 +103,7 @@ def test_chunks_change_memory_but_no_result(build: Callable[[], nn.Module], shap
     torch.testing.assert_close(whole.predict(x).mean, parts.predict(x, batch_size=7, chunk=chunk).mean)
 
 
-@pytest.mark.parametrize("method", ["svgd", "ensemble", "sgld", "map"])
+@pytest.mark.parametrize("method", ["svgd", "anchored", "ensemble", "sgld", "map"])
 def test_every_method_learns_saves_and_resumes_exactly(method: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"optimizer": adam}
     if method == "sgld":
@@ -149,7 +149,7 @@ def test_every_method_learns_saves_and_resumes_exactly(method: str, tmp_path: Pa
     [
         (0, {}, "svgd needs at least 2 .* got 0"),
         (2, {"method": "map"}, "map needs at most 1 .* got 2"),
-        (2, {"method": "hmc"}, "method must be one of"),
+        (2, {"method": "vi"}, "method must be one of"),
         (2, {"method": "sgld", "optimizer": adam}, "sgld has no option 'optimizer'"),
         (2, {"method": "ensemble", "kernel": infer.rbf}, "ensemble has no option 'kernel'"),
         (2, {"num_data": 0}, "num_data must be an integer of at least 1, got 0"),

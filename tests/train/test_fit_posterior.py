@@ -21,7 +21,7 @@ def posterior(**options: Any) -> Any:
     return train(build, **{"validation": HELD_OUT, "particles": 3, "lr": 3e-2, **options})
 
 
-@pytest.mark.parametrize("method", ["svgd", "ensemble", "sgld"])
+@pytest.mark.parametrize("method", ["svgd", "anchored", "ensemble", "sgld"])
 def test_every_method_trains_and_its_ranks_shrink(method: str) -> None:
     heard = Listener()
     temperature = {"temperature": 1e-3} if method == "sgld" else {}

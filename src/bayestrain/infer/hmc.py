@@ -4,8 +4,8 @@ A step draws momentum ``r`` from Normal(0, 1), follows the dynamics of ``log p(t
 
     r += lr / 2 * grad log p(theta);   theta += lr * r;   r += lr / 2 * grad log p(theta)
 
-and keeps the end with probability ``min(1, exp(gain in log p(theta) - |r|^2 / 2))``, so that errors of the discretisation
-cost acceptance and never bias the samples. The density must be that of *all* data: give every step the same batch.
+and keeps the end with probability ``min(1, exp(gain in log p(theta) - |r|^2 / 2))``, so that discretisation costs
+acceptance and does not bias the samples. The density must be that of *all* data: give every step the same batch.
 During `warmup` the step size is adapted to an acceptance of 0.8 by dual averaging (Hoffman & Gelman 2014).
 """
 

@@ -18,8 +18,8 @@ from bayestrain.errors import ConfigError
 from bayestrain.infer.method import Method
 from bayestrain.infer.spread import Spread
 
-WINDOW = 4
-"""The preconditioner is a mean over the last fourth of all steps at least: one that follows the chain widens it."""
+WINDOW = 2
+"""The preconditioner is a mean over the latter half of all steps at least: one that follows the chain widens it."""
 
 
 class SGLD(Method):
@@ -28,7 +28,8 @@ class SGLD(Method):
     Args:
         lr: step size on the scaled log density; sampling is exact only in the limit of small steps.
         temperature: 1 samples the density itself, a lower temperature a sharper one.
-        memory: decay rate of the preconditioner (0.99 suits networks); 0 switches it off.
+        memory: decay rate of the preconditioner at first (0.99 suits networks), and later it remembers half of all
+            steps; 0 switches it off.
         seed: of the noise.
     """
 

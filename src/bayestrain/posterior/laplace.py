@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, jvp, vmap
+from torch.func import functional_call, jacrev, vmap
 
 from bayestrain.errors import ConfigError, check_counts
 from bayestrain.posterior.likelihoods import Likelihood, LogProb, as_likelihood, full_precision, one_tensor
@@ -80,13 +80,15 @@ class Laplace:
         return {name: part.reshape(n, *own.shape).to(own.dtype) for (name, own), part in named}
 
     @torch.no_grad()
-    def predict(self, x: Tensor, n: int = 50, seed: int = 0, batch_size: int = 1000) -> Prediction:
+    def predict(self, x: Tensor, n: int = 50, seed: int = 0, batch_size: int = 100) -> Prediction:
         """Return what n draws of the linearised network predict."""
-        moved, likelihood, parts = self.draws(n, seed), self.joint.likelihood, []
+        moved = torch.cat([tensor.flatten(1) for tensor in self.draws(n, seed).values()], 1).double()
+        likelihood, parts = self.joint.likelihood, []
         with self.joint.lent() as joint:
             for batch in x.split(batch_size):
-                outputs = vmap(lambda tangent, batch=batch: _linear(joint, self._theta, tangent, batch))(moved)
-                parts.append(vmap(likelihood.describe)(outputs))
+                outputs = _run(joint, self._theta, batch)
+                away = torch.einsum("bcd,nd->nbc", _jacobian(joint, self._theta, batch), moved)
+                parts.append(vmap(likelihood.describe)(outputs + away.reshape(n, *outputs.shape).to(outputs)))
         return likelihood.prediction({name: torch.cat([part[name] for part in parts], 1) for name in parts[0]})
 
     @torch.no_grad()
@@ -154,9 +156,13 @@ def _roots(joint: Joint, theta: Named, x: Tensor, y: Tensor) -> tuple[Tensor, fl
         ]
     values, vectors = torch.linalg.eigh(-torch.stack([own.reshape(len(x), -1) for own in columns], 2).double())
     root = vectors * values.clamp_min(0).sqrt()[:, None]  # (B, C, C), its product with its transpose is H
+    return (root.mT @ _jacobian(joint, theta, x)).flatten(0, 1).detach(), float(value.detach())
+
+
+def _jacobian(joint: Joint, theta: Named, x: Tensor) -> Tensor:
+    """The derivatives ``(B, C, D)`` of the outputs."""
     each = vmap(jacrev(lambda tensors, one: _run(joint, tensors, one[None]).flatten()), (None, 0))(theta, x)
-    jacobian = torch.cat([own.flatten(2) for own in each.values()], 2).double()
-    return (root.mT @ jacobian).flatten(0, 1).detach(), float(value.detach())
+    return torch.cat([own.flatten(2) for own in each.values()], 2).double()
 
 
 def _run(joint: Joint, tensors: Named, x: Tensor) -> Tensor:
@@ -165,9 +171,3 @@ def _run(joint: Joint, tensors: Named, x: Tensor) -> Tensor:
     )
     outputs: Tensor = full_precision(found["outputs"])
     return outputs
-
-
-def _linear(joint: Joint, theta: Named, tangent: Named, x: Tensor) -> Tensor:
-    outputs, moved, *_ = jvp(lambda tensors: _run(joint, tensors, x), (theta,), (tangent,))
-    found: Tensor = outputs + moved
-    return found

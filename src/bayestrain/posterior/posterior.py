@@ -58,7 +58,7 @@ class Posterior(ParticleModel):
         num_data: number of training examples.
         likelihood: "classification", "regression", a `Likelihood`, or a function ``(outputs, targets) -> log
             probability of each datum``.
-        method: "svgd", "ensemble", "sgld" or "map".
+        method: "svgd", "anchored", "ensemble", "sgld", "hmc" (with all data in every step) or "map".
         prior: makes the prior of one network; default ``RankPrior(model, num_data)``, or ``NormalPrior`` if the network
             has no factorised weight.
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A
@@ -67,7 +67,8 @@ class Posterior(ParticleModel):
             to take the same steps, cuts and predictions; a prediction is that of all particles.
         options: arguments of the method (see `bayestrain.infer`): `clip`; `optimizer`, a function from named tensors,
             default Adam at 1e-3, and 1e-2 for cores and the likelihood's parameters; for "svgd" also `kernel`; for
-            "sgld", instead of an optimiser, `lr`, `temperature`, `memory` and `seed`.
+            "anchored" also `seed`; instead of an optimiser "sgld" has `lr`, `temperature`, `memory` and `seed`, and
+            "hmc" has `lr`, `leapfrogs`, `warmup` and `seed`.
     """
 
     def __init__(
@@ -100,9 +101,8 @@ class Posterior(ParticleModel):
         self.prior, *_ = [make_prior(joint.model) for joint in joints]
         particles, carried = stack_joints(joints)
         self.method: Method = kind(self._gradients, particles, scale=1 / num_data, spread=spread, **options)
-        if isinstance(found := self.method, Anchored):  # lambda decides how wide the prior of its cores is
-            governed = tuple(f"model.{name}." for name in self.prior.weights)
-            found.anchors = {name: start for name, start in found.anchors.items() if not name.startswith(governed)}
+        if isinstance(found := self.method, Anchored) and self.prior.weights:  # lambda decides how wide cores' prior is
+            found.anchors = {name: start for name, start in found.anchors.items() if ".cores." not in name}
         super().__init__(joints[0], self.method.particles, carried)
         self._perturbed = True
         self.num_data, self.chunk, perf = num_data, chunk, fast()

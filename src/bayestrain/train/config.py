@@ -184,7 +184,7 @@ class PosteriorConfig(Section, title="posterior"):
     """Several networks instead of one, for predictions with their uncertainty."""
 
     particles: int = setting("networks that make up the posterior; 1 trains a single one", 1, at_least=1)
-    method: str = setting("how they move", "svgd", choices=("svgd", "ensemble", "sgld"))
+    method: str = setting("how they move", "svgd", choices=("svgd", "anchored", "ensemble", "sgld"))
     kernel: str = setting("kernel of svgd", "rbf", choices=("rbf", "imq"))
     temperature: float = setting("temperature of sgld; 1 samples the posterior", 1.0, at_least=0)
     jitter: float = setting("relative distance at which they start around the network of run.from_run", 1e-2, above=0)

@@ -87,7 +87,8 @@ def fit(
             of each datum.
         config: settings of the loop, of which `settings` may change single ones.
         prior: the settings of the prior; False trains without one.
-        particles: with 2 or more, train a posterior of so many networks by `method`: "svgd", "ensemble" or "sgld".
+        particles: with 2 or more, train a posterior of so many networks by `method`: "svgd", "anchored", "ensemble" or
+            "sgld".
         optimizer: a name of `FitConfig.optimizer`, or a function of a list of (name, parameter) pairs that returns an
             optimiser; its learning rates follow the schedule in proportion.
         num_data: number of training examples, if `data` do not know it; otherwise one pass counts them.
