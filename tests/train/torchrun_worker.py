@@ -1,17 +1,25 @@
 """What the processes that `test_distributed` starts with torchrun do: one scenario, whose result process 0 writes."""
 
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import bayestrain as bt
-from bayestrain.nn import TensorizeConfig, tensorize_
+from bayestrain.errors import BayesTrainError, Interrupted
+from bayestrain.nn import TensorizeConfig, factorized_weights, tensorize_
 from bayestrain.posterior.likelihoods import one_tensor
 from bayestrain.train import PriorConfig, fit
+from bayestrain.train.distributed import join, rank
 
 torch.set_num_threads(1)
 
@@ -51,14 +59,17 @@ def map_of(kind: str, **changes: Any) -> dict[str, Any]:
     x, y = classes(97)
     data: Any = (x, y)
     if kind == "loader":
-        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 32, shuffle=True)
+        data = DataLoader(TensorDataset(x, y), 32, shuffle=True)
     elif kind == "function":
         data = lambda: iter([(x[:40], y[:40]), (x[40:43], y[40:43]), (x[43:], y[43:])])  # noqa: E731
     return summary(fit(network(), data, classes(50), **{**SHORT, **changes}))
 
 
 def particles(number: int, **changes: Any) -> dict[str, Any]:
-    result = fit(network, classes(97), classes(50), particles=number, **{**SHORT, **changes})
+    return of_particles(fit(network, classes(97), classes(50), particles=number, **{**SHORT, **changes}))
+
+
+def of_particles(result: Any) -> dict[str, Any]:
     assert result.posterior is not None
     whole = result.posterior.gathered()
     return {
@@ -67,7 +78,107 @@ def particles(number: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SCENARIOS = {
+class Passes:
+    """Batches of a function; in the first attempt, the pass `stop` kills process 1 or stops all processes."""
+
+    def __init__(self, stop: int, *, kill: bool) -> None:
+        self.stop, self.kill, self.number, self.data = stop, kill, 0, classes(97)
+
+    def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.number += 1
+        if self.number == self.stop and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            if not self.kill:
+                raise KeyboardInterrupt
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        order = torch.randperm(97)
+        return iter([(self.data[0][chosen], self.data[1][chosen]) for chosen in order.split(32)])
+
+
+def interrupted(folder: str, kind: str, what: str) -> dict[str, Any]:
+    """A run that is stopped or whose process 1 is killed in epoch 3 of 5, or that resumes."""
+    data = Passes(5 if what in ("stop", "kill") else 0, kill=what == "kill")
+    own: dict[str, Any] = {**SHORT, "folder": folder, "resume": what == "resume"}
+    if kind == "particles":
+        return of_particles(fit(network, data, classes(50), particles=5, **own))
+    torch.manual_seed(0)
+    return summary(fit(network(), data, classes(50), sharded=kind == "sharded", **own))
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Files of different lengths, of which every process reads its own."""
+
+    sharded = True
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = classes(97)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        files = [slice(0, 40), slice(40, 97)]
+        for file in files[rank() :: size]:
+            yield from zip(x[file], y[file], strict=True)
+
+
+def stream() -> dict[str, Any]:
+    """Two uneven shards in batches of 20: 2 and 3 batches; the curve of one process has other batches."""
+    seen: list[Any] = []
+
+    class Look:
+        def on_start(self, plan: Any) -> None:
+            seen.append((plan.num_data, plan.steps_per_epoch))
+
+    torch.manual_seed(0)
+    loader = DataLoader(Stream(), 20)
+    return {**summary(fit(network(), loader, **SHORT, callbacks=[Look()])), "plan": seen}
+
+
+def own_loop() -> dict[str, Any]:
+    """The README's own loop with `fully_shard`: the prior and cuts on a model with sharded parameters."""
+    torch.manual_seed(0)
+    model, (x, y) = network(), classes(96)
+    whole = [core for weight in factorized_weights(model).values() for core in weight.cores]
+    whole += [p for p in model[4].parameters() if p not in set(whole)]  # three outputs: too small for four processes
+    if dist.is_initialized():
+        fully_shard(model, ignored_params=set(whole))
+    prior = bt.RankPrior(model, num_data=96, warmup_steps=5, align_every=4)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    n, r = (dist.get_world_size(), rank()) if dist.is_initialized() else (1, 0)
+    for step in range(12):
+        loss = nn.functional.cross_entropy(model(x[r::n]), y[r::n]) + prior.loss()
+        loss.backward()
+        for p in whole if n > 1 else ():
+            dist.all_reduce(p.grad)
+            p.grad /= n
+        optimizer.step()
+        optimizer.zero_grad()
+        prior.step()
+        losses.append(loss.detach())
+        if step == 7:
+            bt.compact_(model, 0.3, rule="contribution", optimizer=optimizer)
+    curve = torch.stack(losses)
+    if n > 1:
+        dist.all_reduce(curve)
+    return {"curve": (curve / n).tolist(), "ranks": bt.nn.ranks(model)}
+
+
+def too_large(*_: Tensor) -> Tensor:
+    return torch.empty(10**14)
+
+
+def wrong(what: str) -> None:
+    """Processes that do not fit together."""
+    own = dict(SHORT)
+    if rank() == 1 and what == "config":
+        own["lr"] = 0.5
+    if rank() == 1 and what == "code":
+        bt.__version__ = "of another day"
+    if rank() == 1 and what == "memory":
+        own["likelihood"] = too_large
+    if what == "particles":
+        fit(network, classes(97), particles=2, replicas=2, method="ensemble", **own)
+    fit(network(), classes(97), **own)
+
+
+SCENARIOS: dict[str, Any] = {
     "tensors": lambda: map_of("tensors"),
     "loader": lambda: map_of("loader"),
     "function": lambda: map_of("function", accumulate=2),
@@ -75,10 +186,19 @@ SCENARIOS = {
     "svgd": lambda: particles(5),
     "mesh": lambda: particles(3, replicas=2),
     "sgld": lambda: particles(4, method="sgld"),
+    "stream": stream,
+    "own_loop": own_loop,
 }
 
 if __name__ == "__main__":
-    name, out = sys.argv[1:]
-    found = {each: SCENARIOS[each]() for each in name.split(",")}
-    if bt.train.distributed.rank() == 0:
+    out, *names = sys.argv[1:]
+    join(torch.device("cpu"))
+    try:
+        if names[0] == "wrong":
+            wrong(names[1])
+        found = interrupted(*names[1:]) if names[0] == "run" else {name: SCENARIOS[name]() for name in names}
+    except BayesTrainError as error:
+        print(f"process {rank()}: {error}", flush=True)
+        sys.exit(0 if isinstance(error, Interrupted) else 2)
+    if rank() == 0:
         Path(out).write_text(json.dumps(found))
