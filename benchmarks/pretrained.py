@@ -137,7 +137,7 @@ def methods(curves: Curves) -> dict[str, dict[str, LayerCurve]]:
         for name, own in curves[candidates.SVD].items()
     }
     alone = {kind: curves[kind] for kind in formats}
-    return {"truncated SVD": plain, **alone, "all but SVD": union(*formats), "auto": union(*curves)}
+    return {"auto": union(*curves), "all but SVD": union(*formats), "truncated SVD": plain, **alone}
 
 
 @torch.no_grad()
@@ -268,9 +268,7 @@ def layers_table(layers: list[dict[str, Any]]) -> str:
     if not layers:
         return ""
     names = list(next(iter(layers[0]["errors"].values())))
-    text = (
-        f"\nMean relative change of layers, at equal size:\n\n| change of | {' | '.join(names)} | auto best in |"
-    )
+    text = f"\nMean relative change of layers, at equal size:\n\n| change of | {' | '.join(names)} | auto best in |"
     text += f"\n| --- |{' --: |' * (len(names) + 1)}\n"
     for part in layers:
         errors = list(part["errors"].values())
@@ -311,6 +309,11 @@ def main() -> None:
         "environment": describe_environment(torch.device("cpu")),
     }  # fmt: skip
     options.results.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:  # after every row: a run that is stopped leaves what it has
+        (options.results / "pretrained.json").write_text(json.dumps(report, indent=1) + "\n")
+        (options.results / "PRETRAINED.md").write_text(page(options.results))
+
     for depth in options.depths:
         model = pretrained(options.folder, depth)
         rows: list[dict[str, Any]] = []
@@ -325,9 +328,7 @@ def main() -> None:
             rows.append({"method": method, "ratio": ratio, "budget": budget, "seconds": round(seconds, 1),
                          "accuracy": accuracy(found, images, labels)})  # fmt: skip
             print(f"ResNet-{depth} {method} {ratio:.2f}: {rows[-1]['accuracy']:.2f} % ({seconds:.0f} s)", flush=True)
-            text = json.dumps(report, indent=1) + "\n"  # after every row: a run that is stopped leaves what it has
-            (options.results / "pretrained.json").write_text(text)
-            (options.results / "PRETRAINED.md").write_text(page(options.results))
+            save()
 
         small, times = rounded(model)
         add("int8 weights, a scale per output", times, lambda small=small: small, budget=False)
@@ -344,11 +345,13 @@ def main() -> None:
                 add(f"tensorly {method}, same share for every layer", ratio, lambda net=net: net)
         for given in (batches, None):
             measured, calibrated = curves_of(model, given), "" if given is None else ", calibrated"
+            for method, curves in methods(measured).items():
+                for ratio in options.ratios:
+                    add(method + calibrated, ratio, lambda r=ratio, own=curves, net=model: compressed(net, own, r))
             for ratio, own in others.items():
                 networks[-1]["layers"].append({"ratio": ratio, "calibrated": given is not None,
                                                "errors": layer_by_layer(model, measured, own, ratio)})  # fmt: skip
-                for method, curves in reversed(methods(measured).items()):
-                    add(method + calibrated, ratio, lambda r=ratio, own=curves, net=model: compressed(net, own, r))
+                save()
 
 
 if __name__ == "__main__":

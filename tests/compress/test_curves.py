@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from compress_kit import SHAPES, moment, target, truncated
 from torch.testing import assert_close
 
 from bayestrain.compress.budget import front
-from bayestrain.compress.candidates import candidates, checked_kinds, fold, kinds
+from bayestrain.compress.candidates import Candidate, candidates, checked_kinds, fold, kinds
 from bayestrain.compress.curves import RIDGE, Curve, Target, conjugate_gradients, points
 from bayestrain.errors import ConfigError
 from bayestrain.formats import algebra, get
@@ -85,6 +85,24 @@ def test_errors_read_off_a_bond_are_those_of_the_weight(shape: str, calibrated: 
             assert_close(curve.error(curve.cut(ranks)), error, rtol=1e-6, atol=1e-9)
             tried += 1
     assert tried >= 4
+
+
+@pytest.mark.parametrize(("shape", "modes"), [((6, 4), "o1, o2, i1, i2 k"), ((4, 6, 3, 3), "i, h, w, o")])
+@pytest.mark.parametrize("share", [0.25, 0.35, 0.5, 0.8])
+def test_trains_in_a_budget_are_within_2_percent_of_a_grid_of_all_ranks(
+    shape: tuple[int, ...], modes: str, share: float
+) -> None:
+    own, train, layout = target(shape), get("tt"), fold(shape, modes)
+    assert layout is not None
+    curve, tensor = Curve(own, Candidate("tt", modes, train, layout)), layout.fold(own.weight)
+    errors, budget = [], int(share * tensor.numel())
+    for ranks in product(*(range(1, most + 1) for most in train.max_ranks(layout.sizes))):
+        cores = train.decompose(tensor, max_rank=ranks)
+        if sum(core.numel() for core in cores) <= budget:
+            errors.append(float((algebra.dense(curve.equation, cores) - tensor).norm() / tensor.norm()))
+    if errors:
+        assert math.sqrt(curve.error(curve.cut(curve.largest(budget)))) <= 1.02 * min(errors)
+    assert errors or share < 0.5
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (4, 3, 3, 3)], ids=["linear", "kernel"])

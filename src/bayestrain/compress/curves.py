@@ -23,11 +23,17 @@ from bayestrain.nn import FactorizedWeight, Layout
 RIDGE = 1e-3
 """Added to the second moment, relative to its mean diagonal: what calibration did not see counts a little."""
 
-GRID = 0.9
+GRID = 0.87
 """Sizes at which curves are sampled: each is this share of the one before."""
 
-PROMISING = 3.0
+PROMISING = 2.0
 """Squared errors are measured where the estimate is within this factor of the best one at that size."""
+
+COMBINATIONS = 50_000
+"""Ranks of several bonds that are compared, at most."""
+
+TRIED = 8
+"""So many of them that promise most at a size are measured there."""
 
 SWEEPS, STEPS = 4, 10
 """Rounds over the cores in which they are fitted again, and steps of conjugate gradients for each core."""
@@ -204,21 +210,32 @@ class Curve:
             return [each for each in sized if each[0] < self.dense]
         if not self.equation.is_tree:
             return [(self._size(ranks), 0.0, ranks) for ranks in self._uniform()]
-        ranks, found, lost = list(map(len, self.shares)), [], 0.0
-        while True:  # the index goes that contributes least for the entries it takes
-            entries = list(map(math.prod, self.equation.shapes(self.sizes, ranks)))
-            if sum(entries) < self.dense:
-                found.append((sum(entries), lost, tuple(ranks)))
-            prices = [
-                (self.shares[n][ranks[n] - 1] * ranks[n] / sum(entries[k] for k in self.equation.owners(bond)), n)
-                for n, bond in enumerate(self.equation.bonds)
-                if ranks[n] > 1
-            ]
-            if not prices:
-                return found
-            _, n = min(prices)
-            ranks[n] -= 1
-            lost += self.shares[n][ranks[n]]
+        total, lost, ranks = self._combinations
+        better = torch.cat([lost.new_tensor([math.inf]), lost.cummin(0).values[:-1]]) > lost  # than all smaller ones
+        better &= total < self.dense
+        rows = zip(total[better].tolist(), lost[better].tolist(), map(tuple, ranks[better].tolist()), strict=True)
+        return list(rows)[::-1]
+
+    @cached_property
+    def _combinations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sizes, what is lost at all bonds of a tree together, and ranks: all, or many where bonds are large."""
+        most = widest = max(map(len, self.shares))
+        while math.prod(min(len(own), most) for own in self.shares) > COMBINATIONS:
+            most -= 1
+        power = 1 if most == widest else 2  # small ranks lie closer
+        steps = [torch.linspace(1.0, len(own) ** (1 / power), min(len(own), most)) ** power for own in self.shares]
+        ranks = torch.cartesian_prod(*(own.round().long().unique() for own in steps)).reshape(-1, len(steps))
+        size = dict(zip(self.equation.modes, self.sizes, strict=True)) | dict(
+            zip(self.equation.bonds, ranks.unbind(1), strict=True)
+        )
+        total = sum(math.prod(size[label] for label in own) for own in self.equation.cores)
+        assert isinstance(total, Tensor)
+        lost = torch.zeros(len(ranks), dtype=torch.float64)
+        for own, number in zip(self.shares, ranks.unbind(1), strict=True):
+            lost += torch.tensor([*own, 0.0], dtype=torch.float64).flip(0).cumsum(0).flip(0)[number]
+        order = lost.argsort()
+        order = order[total[order].argsort(stable=True)]
+        return total[order], lost[order], ranks[order]
 
     def _size(self, ranks: Sequence[int]) -> int:
         return sum(map(math.prod, self.equation.shapes(self.sizes, ranks)))
@@ -230,9 +247,14 @@ class Curve:
         return [ranks for ranks in dict.fromkeys(quick) if self._size(ranks) < self.dense]
 
     def largest(self, entries: int) -> tuple[int, ...]:
-        """The largest ranks with so many entries: curves are not sampled everywhere."""
-        if self.equation.is_tree:
+        """The best ranks with so many entries: curves are not sampled everywhere."""
+        if self.known is not None:
             return next(ranks for size, _, ranks in self.path() if size <= entries)
+        if self.equation.is_tree:
+            total, lost, every = self._combinations
+            fits = int((total <= entries).sum())
+            near = lost[:fits].topk(min(TRIED, fits), largest=False).indices
+            return min(map(tuple, every[near].tolist()), key=lambda own: self.error(self.cut(own)))
         ranks = larger = self.candidate.format.max_ranks(self.sizes, 1)
         while self._size(larger) <= entries:
             ranks, larger = larger, self.candidate.format.max_ranks(self.sizes, max(larger) + 1)
