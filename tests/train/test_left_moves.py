@@ -8,6 +8,7 @@ from bayestrain.nn import TensorizeConfig, tensorize_
 from bayestrain.nn.fast import fast
 from bayestrain.posterior import as_likelihood
 from bayestrain.train import FitConfig, PosteriorConfig, PriorConfig
+from bayestrain.train.distributed import World
 from bayestrain.train.subject import Network, Setup
 
 CPU = torch.device("cpu")
@@ -22,7 +23,8 @@ def subject(left: bool) -> Network:
     tensorize_(net, TensorizeConfig(max_rank=3), lambda _, name: name != "0")
     config = FitConfig(optimizer="sgd", clip_norm=1.0)
     prior = PriorConfig(weight=0.5, align_every=12, warmup_epochs=0.0)
-    found = Network(net, as_likelihood("classification"), Setup(config, prior, PosteriorConfig(), 32, 4, None, 0, CPU))
+    setup = Setup(config, prior, PosteriorConfig(), 32, 4, None, 0, CPU, None, World(CPU))
+    found = Network(net, as_likelihood("classification"), setup)
     if left:  # as on a GPU, but for the recording
         perf = fast()
         found.capture, found.idle, found._due = perf.Capture(), perf.IdleBiases(net), torch.tensor(False)
