@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-faults fuzz coverage mutants lint docs wheel lock bench bench-gpu bench-pretrained clean
+.PHONY: help install demo test test-fast test-faults fuzz soak coverage mutants lint docs wheel lock bench bench-gpu bench-pretrained clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test-faults: $(INSTALLED) ## kill, starve and damage training, saving, exporting
 
 fuzz: $(INSTALLED) ## feed a million damaged inputs to everything that reads
 	$(BIN)/python tests/trust/fuzz.py
+
+soak: $(INSTALLED) ## predict from 8 threads for two hours: serial answers, and memory and handles stay
+	$(BIN)/python tests/trust/soak.py --seconds 7200
 
 coverage: $(INSTALLED) ## run all tests and record which lines and branches they reach
 	$(BIN)/python tools/cover.py
