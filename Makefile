@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-faults fuzz coverage mutants lint docs wheel lock clean
+.PHONY: help install demo test test-fast test-faults fuzz soak coverage mutants lint docs wheel lock clean
 .PHONY: bench bench-gpu bench-pretrained bench-export bench-posterior bench-uci
 
 help: ## list the targets
@@ -27,6 +27,9 @@ test-faults: $(INSTALLED) ## kill, starve and damage training, saving, exporting
 
 fuzz: $(INSTALLED) ## feed a million damaged inputs to everything that reads
 	$(BIN)/python tests/trust/fuzz.py
+
+soak: $(INSTALLED) ## predict from 8 threads for two hours: serial answers, and memory and handles stay
+	$(BIN)/python tests/trust/soak.py --seconds 7200
 
 coverage: $(INSTALLED) ## run all tests and record which lines and branches they reach
 	$(BIN)/python tools/cover.py

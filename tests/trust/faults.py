@@ -435,7 +435,7 @@ class Faults:
             clock = Path(place) / "clock"
             clock.write_text("+0d\n")
             environment = {**os.environ, "LD_PRELOAD": str(LIBRARY), "FAKETIME_TIMESTAMP_FILE": str(clock),
-                           "FAKETIME_NO_CACHE": "1"}  # fmt: skip
+                           "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1"}  # fmt: skip
             command = [sys.executable, __file__, "--child", self.name, str(folder)]
             process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             while process.poll() is None:

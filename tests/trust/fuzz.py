@@ -34,7 +34,7 @@ from trust_kit import record  # noqa: E402
 
 from bayestrain.errors import BayesTrainError  # noqa: E402
 
-SECONDS, BYTES, CHUNK = 5.0, 1 << 30, 2_000
+SECONDS, BYTES, CHUNK = 5.0, 1 << 30, 500
 RAM = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 

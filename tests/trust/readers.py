@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gzip
 import hashlib
 import io
@@ -375,6 +376,31 @@ def pictures(folder: Path) -> Reader:
     return Reader(seeds, by_name, read)
 
 
+def hub(_: Path) -> Reader:
+    """The description of factorised weights in the ``config.json`` of a model of `transformers`."""
+    from transformers import GPT2Config, GPT2Model
+
+    from bayestrain.hub.models import FactorizedConfig, FactorizedLoader, describe
+
+    def build() -> GPT2Model:
+        return GPT2Model(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+
+    with torch.device("meta"):  # as the library does
+        dense = build()
+    tensorize_(made := build(), TensorizeConfig(max_rank=2))
+    weights = json.dumps(describe(made)).encode()
+
+    def read(given: tuple[bytes]) -> None:
+        try:
+            found = json.loads(given[0])
+        except (ValueError, RecursionError) as error:  # which the library reports
+            raise DataError(str(error)) from error
+        own = FactorizedConfig(weights=found, version=1)
+        FactorizedLoader(own)._process_model_before_weight_loading(copy.deepcopy(dense))
+
+    return Reader([(weights,)], one_of(json_damaged), read)
+
+
 ABOUT = {
     "classes": ["a", "b"],
     "mean": [0.5],
@@ -412,6 +438,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "checksums": checksums,
     "finished run": finished_run,
     "HTTP bodies": served,
+    "models of transformers": hub,
     "arrays": arrays,
     "data archives": archives,
     "pictures": pictures,
@@ -422,6 +449,7 @@ SLOW = {
     "files of a report": 300,
     "state of a checkpoint": 20,
     "HTTP bodies": 5,
+    "models of transformers": 5,
     "metadata of a model": 5,
     "state of a posterior": 5,
 }

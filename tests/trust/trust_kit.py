@@ -84,4 +84,14 @@ def coverage(found: dict[str, Any]) -> str:
     return f"## Coverage\n\nOf all tests that need no GPU.\n\n{table(['room', 'lines', 'branches'], rows)}"
 
 
-SECTIONS = {"fuzz": fuzz, "faults": faults, "mutants": mutants, "coverage": coverage}
+def soak(found: dict[str, Any]) -> str:
+    text = (
+        f"{found['predictions']:,} predictions from {found['threads']} threads, of which {found['wrong']} differ from "
+    )
+    text += "the serial ones. What the process holds meanwhile:\n\n"
+    curve = found["curve"]
+    rows = [list(curve[k].values()) for k in sorted({round(j * (len(curve) - 1) / 9) for j in range(10)})]
+    return f"## Soak\n\n{text}{table(['seconds', 'megabytes', 'handles'], rows)}"
+
+
+SECTIONS = {"fuzz": fuzz, "faults": faults, "soak": soak, "mutants": mutants, "coverage": coverage}
