@@ -121,8 +121,8 @@ def laplace(
         model: the network, at a maximum of its log posterior. Remove lambda first (`RankPrior.remove_`).
         data: all training data once, as batches.
         likelihood: as trained; for a regression with the noise found, such as ``Regression(noise=0.3)``.
-        include: pattern of the names of the uncertain parameters, "*" for all; None takes those of the last layer, whose
-            predictions were the better ones where both were measured.
+        include: pattern of the names of the uncertain parameters, "*" for all; None takes the last layer, which
+            predicted better.
         precision: of the prior; None finds it by the marginal likelihood.
     """
     joint = Joint(model, as_likelihood(likelihood))
