@@ -1,13 +1,13 @@
 """How wide and how right posteriors are, method by method, where the exact answer is known or can be sampled.
 
     python benchmarks/posteriors.py              # every part, in pieces that are skipped when their file has them
-    python benchmarks/posteriors.py linear       # one part: linear, gaussian, network
+    python benchmarks/posteriors.py linear       # one part: linear, gaussian, network, laplace
     python benchmarks/posteriors.py --page       # only write the page of results again
 
 *linear*: Bayesian linear regression in 1 to 60 dimensions; *gaussian*: the same with correlated inputs, so that the
 posterior is a Gaussian with standard deviations about a factor of 3 apart; *network*: a perceptron on 1,000 images of
-the embedded MNIST digits at 14 x 14, against Hamiltonian Monte Carlo. Writes a file per part,
-``results/benchmarks/posteriors-PART.json``, and ``results/benchmarks/POSTERIORS.md``.
+the embedded MNIST digits at 14 x 14, against Hamiltonian Monte Carlo; *laplace*: a trained network there. Writes a file
+per part, ``results/benchmarks/posteriors-PART.json``, and ``results/benchmarks/POSTERIORS.md``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from bayestrain.posterior import Posterior, Regression, auroc
+import bayestrain as bt
+from bayestrain.posterior import ClassPrediction, Posterior, Regression, auroc, laplace
 from bayestrain.prior import NormalPrior
 from bayestrain.train.environment import describe_environment
 
@@ -101,9 +104,8 @@ def linear(part: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 # --- a network against Hamiltonian Monte Carlo ------------------------------------------------------------------------
 
 WIDTH, MEMBERS, CHAINS, EPOCHS, BATCH, LR = 20, 50, 8, 150, 100, 0.02
-SGLD_LR = {"sgld": 0.05, "sgld, memory 0.99": 5e-4}
 HMC_STEPS, HMC_BURN, HMC_EVERY, LEAPFROGS = 300, 120, 5, 30
-NETWORK = ("anchored", "svgd", "ensemble", "ensemble without prior", "sgld", "sgld, memory 0.99")
+NETWORK = ("anchored", "svgd", "ensemble", "ensemble without prior")
 
 
 class Scaled(nn.Linear):
@@ -171,17 +173,13 @@ def compare(one: Tensor, other: Tensor) -> dict[str, float]:
 
 def network(method: str, seed: int, hmc: dict[str, Any]) -> dict[str, Any]:
     """What particles predict, next to the reference."""
-    data, sgld = digits(), METHODS[method][0] == "sgld"
-    options = (
-        {"lr": SGLD_LR[method], "seed": seed} if sgld else {"optimizer": lambda named: torch.optim.Adam(named, lr=LR)}
-    )
-    posterior = particles(method, MEMBERS, 100 + seed, **options)
+    data = digits()
+    posterior = particles(method, MEMBERS, 100 + seed, optimizer=lambda named: torch.optim.Adam(named, lr=LR))
     generator, step = torch.Generator().manual_seed(seed), 0
     group, steps = posterior.method.optimizer.param_groups[0], EPOCHS * 1000 // BATCH
     for _ in range(EPOCHS):
         for chosen in torch.randperm(1000, generator=generator).split(BATCH):
-            if not sgld:
-                group["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / steps))
             posterior.step(data["train x"][chosen], data["train y"][chosen])
             step += 1
     found, turned = posterior.predict(data["test x"]), posterior.predict(data["turned x"])
@@ -201,6 +199,76 @@ def networks(record: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"network/{method}/{seed}", lambda m=method, s=seed: network(m, s, record["network/hmc"])  # type: ignore[misc]
 
 
+# --- a network that is trained already --------------------------------------------------------------------------------
+
+
+def trained_network(seed: int, factorised: bool) -> nn.Module:
+    """One perceptron, trained without a prior as most are, with weight decay."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        first = bt.TensorLinear(196, WIDTH, max_rank=4) if factorised else nn.Linear(196, WIDTH)
+        net, data = nn.Sequential(first, nn.ReLU(), nn.Linear(WIDTH, 10)), digits()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.01)
+        for _ in range(60):
+            for chosen in torch.randperm(1000).split(BATCH):
+                nn.functional.cross_entropy(net(data["train x"][chosen]), data["train y"][chosen]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return net.eval()
+
+
+def after_training(seed: int) -> dict[str, Any]:
+    """A compact network alone, and with a Gaussian around it that has seen no other data."""
+    data, net = digits(), trained_network(seed, factorised=True)
+    batches = list(zip(data["train x"].split(100), data["train y"].split(100), strict=True))
+    whole, last = laplace(net, batches, include="*"), laplace(net, batches)
+    test, turned = data["test x"], data["turned x"]
+    alone = ClassPrediction(net(test).double().softmax(1)[None]), ClassPrediction(net(turned).double().softmax(1)[None])
+    both = {
+        "network": alone,
+        "laplace": (whole.predict(test), whole.predict(turned)),
+        "laplace, last layer": (last.predict(test), last.predict(turned)),
+        "laplace, sampled weights": (whole.sample(50).predict(test), whole.sample(50).predict(turned)),
+    }
+    found = {
+        name: {**own.metrics(data["test y"]), "auroc": auroc(own.total, other.total)}
+        for name, (own, other) in both.items()
+    }
+    return {**found, "parameters": len(whole.values), "precision": whole.precision, "effective": whole.effective}
+
+
+def beside_laplace_torch() -> dict[str, Any]:
+    """The largest relative differences to laplace-torch on the last layer of one dense network."""
+    from laplace import Laplace as Theirs
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data, net = digits(), trained_network(0, factorised=False)
+    net.requires_grad_(False)[2].requires_grad_(True)
+    theirs = Theirs(net, "classification", subset_of_weights="all", hessian_structure="full", prior_precision=1.0)
+    theirs.fit(DataLoader(TensorDataset(data["train x"], data["train y"]), batch_size=100))
+    batches = list(zip(data["train x"].split(100), data["train y"].split(100), strict=True))
+    ours = laplace(net, batches, precision=1.0)
+    hidden = torch.cat([net[:2](data["test x"]), torch.ones(1000, 1)], 1).double()  # the Jacobian's factor
+    covariance = ours.vectors @ (1 / (ours.values + 1)).diag() @ ours.vectors.mT
+    eye = torch.eye(10, dtype=torch.float64)
+    jacobian = torch.cat([torch.einsum("cd,bi->bcdi", eye, hidden[:, :-1]).flatten(2), eye.expand(1000, 10, 10)], 2)
+    own = jacobian @ covariance @ jacobian.mT
+    other = theirs._glm_predictive_distribution(data["test x"])[1].double()
+    evidence = float(theirs.log_marginal_likelihood())
+    return {
+        "covariance": float((own - other).abs().max() / other.abs().max()),
+        "evidence": abs(ours.log_evidence / evidence - 1), "laplace-torch": version("laplace-torch"),
+    }  # fmt: skip
+
+
+def afterwards() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The pieces of this part; laplace-torch takes part where it is installed."""
+    for seed in range(5):
+        yield f"laplace/{seed}", functools.partial(after_training, seed)
+    if find_spec("laplace") is not None:
+        yield "laplace/laplace-torch", beside_laplace_torch
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +279,8 @@ def run(parts: list[str]) -> None:
         file = RESULTS / f"posteriors-{part}.json"
         saved = json.loads(file.read_text()) if file.exists() else {"pieces": {}}
         record = saved["pieces"]
-        for name, compute in networks(record) if part == "network" else linear(part):
+        pieces = networks(record) if part == "network" else afterwards() if part == "laplace" else linear(part)
+        for name, compute in pieces:
             if name in record:
                 continue
             begun = time.perf_counter()
@@ -232,7 +301,8 @@ INTRODUCTION = f"""# Posteriors next to the exact answer
 
 Epistemic variance of {PARTICLES} particles that start at draws from the prior, as a share of the exact one: mean over
 seeds, with the standard deviation of a single seed and the number of seeds. *gaussian* has inputs whose scales differ
-by a factor of 3. All take {STEPS_OF_ALL} steps, but SGLD three times as many, and HMC {STEPS["hmc"]} of up to 20 leapfrogs.
+by a factor of 3. All take {STEPS_OF_ALL} steps, but SGLD three times as many, and HMC {STEPS["hmc"]}, of up to 20
+leapfrogs.
 """
 
 OF_NETWORK = """
@@ -243,6 +313,18 @@ inputs). The reference is the mean of {chains} Hamiltonian Monte Carlo chains: a
 {log_likelihood:.3f}; half of the chains agrees with the other half on {agreement:.3f} of the test images, at a total
 variation of {tv:.3f}. *turned*: test images rotated by 90 degrees; AUROC of epistemic uncertainty between the two;
 *width*: `Posterior.width`, 1 for exact draws.
+"""
+
+OF_LAPLACE = """
+## A trained network
+
+The same perceptron with a factorised first layer ({parameters} parameters), trained with AdamW and no posterior in
+mind; means over {seeds} seeds. AUROC is that of total uncertainty between test images and turned ones.
+"""
+
+BESIDE = """
+On the last layer of a dense network, the covariance of the outputs differs from that of laplace-torch {version} by at
+most {covariance:.1g} of the largest, and the log evidence by {evidence:.1g} of its size.
 """
 
 COLUMNS = {
@@ -279,12 +361,22 @@ def write_page() -> None:
                 values = [[functools.reduce(dict.__getitem__, path, row) for row in rows] for path in COLUMNS.values()]
                 cells = ["" if None in own else f"{statistics.mean(own):.3f}" for own in values]
                 page.append(f"| {method} | {len(rows)} | {' | '.join(cells)} |")
+    if pieces := read("laplace"):
+        rows = [row for name, row in pieces.items() if name != "laplace/laplace-torch"]
+        page.append(OF_LAPLACE.format(seeds=len(rows), parameters=rows[0]["parameters"]))
+        kinds = ("accuracy", "log_likelihood", "ece", "brier", "auroc")
+        page += [f"| prediction | {' | '.join(kinds)} |", "| --- |" + " --: |" * len(kinds)]
+        for method in ("network", "laplace", "laplace, last layer", "laplace, sampled weights"):
+            cells = [f"{statistics.mean(row[method][kind] for row in rows):.3f}" for kind in kinds]
+            page.append(f"| {method} | {' | '.join(cells)} |")
+        if same := pieces.get("laplace/laplace-torch"):
+            page.append(BESIDE.format(**same, version=same["laplace-torch"]))
     (RESULTS / "POSTERIORS.md").write_text("\n".join(page) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["linear", "gaussian", "network"])
+    parser.add_argument("parts", nargs="*", default=["linear", "gaussian", "network", "laplace"])
     parser.add_argument("--page", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -19,6 +19,6 @@ from bayestrain.posterior.prediction import (
 
 __all__ = [
     "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Laplace", "Likelihood", "ParticleModel",
-    "Posterior", "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood", "at_temperature",
-    "auroc", "fit_temperature", "independent", "laplace",
+    "Posterior", "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood",
+    "at_temperature", "auroc", "fit_temperature", "independent", "laplace",
 ]  # fmt: skip

@@ -109,7 +109,7 @@ def laplace(
     data: Iterable[tuple[Tensor, Tensor]],
     likelihood: Likelihood | LogProb | str = "classification",
     *,
-    include: str = "*",
+    include: str | None = None,
     precision: float | None = None,
 ) -> Laplace:
     """Return a Gaussian posterior around the weights of a trained network, which is not changed::
@@ -121,12 +121,17 @@ def laplace(
         model: the network, at a maximum of its log posterior. Remove lambda first (`RankPrior.remove_`).
         data: all training data once, as batches.
         likelihood: as trained; for a regression with the noise found, such as ``Regression(noise=0.3)``.
-        include: pattern of the names of the parameters that are uncertain; the last layer is often enough.
+        include: pattern of the names of the uncertain parameters, "*" for all; None takes the last layer, which
+            predicted better.
         precision: of the prior; None finds it by the marginal likelihood.
     """
     joint = Joint(model, as_likelihood(likelihood))
     joint.likelihood = joint.likelihood.to(next(model.parameters(), torch.empty(())).device)
-    names = [f"model.{k}" for k, p in model.named_parameters() if p.requires_grad and fnmatchcase(k, include)]
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    if include is None:
+        owner, factorised, _ = trainable[-1].partition(".factorized.") if trainable else ("", "", "")
+        include = f"{owner if factorised else owner.rpartition('.')[0]}.*".removeprefix(".")
+    names = [f"model.{name}" for name in trainable if fnmatchcase(name, include)]
     with joint.lent() as own:
         theta = {name: own.tensors()[name].detach() for name in names}
         size = sum(tensor.numel() for tensor in theta.values())
