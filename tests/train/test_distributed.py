@@ -125,6 +125,18 @@ def test_process_0_says_what_is_wrong(what: str, processes: int, message: str, t
     assert re.search(message, line)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "processes"), [("map", 2), ("svgd", 2), ("svgd", 3)])
+def test_the_bytes_of_a_step_are_those_of_the_formula(kind: str, processes: int, tmp_path: Path) -> None:
+    benchmark, out = WORKER.parents[2] / "benchmarks/scaling.py", tmp_path / "out.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*torchrun, str(benchmark), "--work", kind, "512", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, capture_output=True, timeout=240, check=True)
+    found = json.loads(out.read_text())
+    assert found["bytes"] == found["formula"] > 0
+
+
 def test_nobody_to_meet() -> None:
     lonely = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "BAYESTRAIN_TIMEOUT": "2"}
     done = start(1, "out", "tensors", **lonely)

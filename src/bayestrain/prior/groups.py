@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.formats import algebra
@@ -90,9 +89,14 @@ def shares(factor: Tensor, cores: int | Tensor, dtype: torch.dtype) -> tuple[Ten
     return share, share**cores
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether `fully_shard` has spread it over processes: a DTensor, whose module takes a second to import."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor, put together if `fully_shard` has spread it over processes."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A tensor, put together if it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:

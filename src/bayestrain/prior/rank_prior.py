@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bayestrain.errors import CollapseWarning, ConfigError, DecayWarning, check_counts
 from bayestrain.nn.factorized import FLOOR, GAMMA_RATE, GAMMA_SHAPE, FactorizedWeight
@@ -16,7 +15,7 @@ from bayestrain.nn.fast import fast
 from bayestrain.nn.precision import own_precision, traced, transformed
 from bayestrain.nn.sizes import factorized_weights
 from bayestrain.prior import density
-from bayestrain.prior.groups import Group, norm_of, total, whole
+from bayestrain.prior.groups import Group, is_sharded, norm_of, total, whole
 from bayestrain.prior.hold import layers_to_hold
 from bayestrain.prior.watch import Watch
 
@@ -98,8 +97,8 @@ class NormalPrior:
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included; differentiable."""
         found: list[Any] = [module._parameters[name] for module, name in self._others]
-        sharded = density.exact([parameter for parameter in found if isinstance(parameter, DTensor)])
-        flat = density.exact([parameter.reshape(-1) for parameter in found if not isinstance(parameter, DTensor)])
+        sharded = density.exact([parameter for parameter in found if is_sharded(parameter)])
+        flat = density.exact([parameter.reshape(-1) for parameter in found if not is_sharded(parameter)])
         small = [tensor for tensor in flat if tensor.numel() <= SMALL]
         parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
         entries = sum(tensor.numel() for tensor in [*flat, *sharded])

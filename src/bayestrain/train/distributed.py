@@ -20,10 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bayestrain
@@ -31,13 +28,13 @@ from bayestrain.compact import CompactReport
 from bayestrain.errors import BayesTrainError, ConfigError, TrainingError
 from bayestrain.infer import Spread
 from bayestrain.nn import factorized_weights
-from bayestrain.prior.groups import whole
+from bayestrain.prior.groups import is_sharded, whole
 from bayestrain.train.config import shown
 
 TIMEOUT = "BAYESTRAIN_TIMEOUT"
 """Environment variable: seconds that a process waits for the others before it gives up."""
 
-LAST_WORDS = 5.0
+LAST_WORDS = 10.0
 """Seconds that process 0 has to report what went wrong in another one, before `torchrun` stops it."""
 
 
@@ -75,12 +72,8 @@ def join(device: torch.device) -> None:
         wait, backend = timedelta(seconds=seconds), "cpu:gloo,cuda:nccl" if alone else "gloo"
         store, number, size = next(rendezvous("env://", timeout=wait))
         # On one node torchrun keeps the store when it restarts workers, with the addresses of those that have ended.
-        attempt = (
-            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-            else "0"
-        )
-        store = PrefixStore(f"attempt {attempt}", store)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=wait)
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -125,6 +118,8 @@ class World:
                 "their own. Start fewer processes, or choose replicas that divide their number."
             )
         self.parts, self.replicas = self.size // replicas, replicas
+        from torch.distributed.device_mesh import init_device_mesh
+
         mesh = init_device_mesh(device.type, (self.parts, replicas), mesh_dim_names=("particles", "data"))
         self._particles, self._data = mesh.get_group("particles"), mesh.get_group("data")
         self.part, self.replica = mesh.get_local_rank("particles"), mesh.get_local_rank("data")
@@ -163,7 +158,7 @@ class World:
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module, whose gradients become means over the processes; buffers are those of process 0."""
         own = [p for p in module.parameters() if p.requires_grad]
-        if self.size == 1 or not own or any(isinstance(p, DTensor) for p in own):
+        if self.size == 1 or not own or any(is_sharded(p) for p in own):
             return module
         return DistributedDataParallel(module)
 
@@ -172,6 +167,9 @@ class World:
 
         The units that are put together for a pass are the elements of lists and sequences of modules.
         """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         self.copy_(t for module in (model, likelihood) for t in (*module.parameters(), *module.buffers()))
         kept = {core for weight in factorized_weights(model).values() for core in weight.cores}
         kept |= {p for p in model.parameters() if not p.ndim or len(p) < self.size}  # DTensor has no parts for these
@@ -267,7 +265,7 @@ def reporting() -> Iterator[None]:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
     """The state of a network that is sharded, put together on the CPU of every process; None of any other."""
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
+    if not any(is_sharded(p) for p in model.parameters()):
         return None
     return {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
 

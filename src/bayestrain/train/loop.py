@@ -82,9 +82,9 @@ class Loop:
                 self.subject.posterior.refresh_statistics(x for x, _ in settling)
             return validation
         except KeyboardInterrupt:
-            if self.folder is None or self.saved is None:
+            if self.place is None or self.saved is None:
                 raise
-            raise Interrupted(str(self.folder.path), self.saved) from None
+            raise Interrupted(str(self.place), self.saved) from None
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise self._diverged(f"epoch {self.epoch + 1}", "a decomposition of the weights failed") from error
 
@@ -181,8 +181,8 @@ class Loop:
 
     def _diverged(self, where: str, what: str) -> TrainingError:
         advice = "Try a smaller lr, clip_norm=1, or a longer warmup_epochs of the prior."
-        if self.folder is not None and self.saved is not None:
-            advice = f"The checkpoint of epoch {self.saved} is in {self.folder.path}. {advice}"
+        if self.place is not None and self.saved is not None:
+            advice = f"The checkpoint of epoch {self.saved} is in {self.place}. {advice}"
         return TrainingError(
             f"Training diverged at {where}: {what}, at learning rate {self.rate:.3g}. The largest or broken weights "
             f"are those of {self.subject.largest()!r}. {advice}"
@@ -202,7 +202,8 @@ class Loop:
     def restore(self, state: dict[str, Any]) -> None:
         """Return to the epoch of the folder's checkpoint."""
         assert self.place is not None
-        with reading(self.place, "Resume with the same network and data, or overwrite the run."):
+        file = self.place if self.folder is None else self.folder.checkpoint
+        with reading(file, "Resume with the same network and data, or overwrite the run."):
             state = put_together(state, self.place, self.subject.template, self.subject.world)
             vars(self).update({name: state[name] for name in self.KEPT})
             vars(self.search).update({name: state["search"][name] for name in Search.KEPT})

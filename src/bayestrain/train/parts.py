@@ -13,13 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bayestrain.files import checksum
 from bayestrain.infer import Spread
+from bayestrain.prior.groups import is_sharded
 from bayestrain.train.distributed import World, shared
 
 STACKED = ("particles", "carried", "optimizer", "broken")
@@ -52,7 +49,7 @@ def take_apart(state: dict[str, Any], world: World, spread: Spread | None) -> tu
     def visit(path: tuple[str, ...], tensor: Tensor) -> Any:
         name = "/".join(path)
         note = {"shape of part": list(tensor.shape), "dtype": tensor.dtype, "name": name}
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             parts[name] = tensor
             return note
         if spread is None or not _stacked(path, tensor):
@@ -69,6 +66,9 @@ def write_parts(parts: dict[str, Tensor], folder: Path, epoch: int, world: World
     """Write the parts of all processes; what process 0 notes about them, or None if there are none."""
     if not world.any(bool(parts)):
         return None
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     place = folder / f"checkpoint-{epoch}.parts"
     if world.rank == 0 and place.exists():
         shutil.rmtree(place)  # of a process that was killed
@@ -82,7 +82,7 @@ def write_parts(parts: dict[str, Tensor], folder: Path, epoch: int, world: World
 def put_together(state: dict[str, Any], folder: Path, model: nn.Module, world: World) -> dict[str, Any]:
     """The state of this process: its own particles and shards, from a checkpoint of any number of processes."""
     wanted: dict[str, Tensor] = {}
-    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    sharded: Any = next(filter(is_sharded, model.parameters()), None)
 
     def visit(path: tuple[str, ...], tensor: Any) -> Any:
         if _stacked(path, tensor):
@@ -99,12 +99,17 @@ def put_together(state: dict[str, Any], folder: Path, model: nn.Module, world: W
             return tensor
         whole = torch.zeros(tensor["shape of part"], dtype=tensor["dtype"])
         if sharded is not None:
+            from torch.distributed.tensor import distribute_tensor
+
             whole = distribute_tensor(whole.to(world.device), sharded.device_mesh, sharded.placements)
         wanted[tensor["name"]] = whole
         return whole
 
     state = _walk(state, visit)
     if "parts" in state:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         reader = HuggingFaceStorageReader(str(folder / Path(str(state["parts"]["folder"])).name))
         with warnings.catch_warnings(action="ignore"):  # that there is one process
             load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bayestrain.compact import CompactReport, compact_
@@ -24,7 +23,7 @@ from bayestrain.posterior import Likelihood, ParticleModel, Posterior
 from bayestrain.posterior.likelihoods import one_tensor
 from bayestrain.posterior.model import Joint
 from bayestrain.prior import NormalPrior, RankPrior, check_weight_decay
-from bayestrain.prior.groups import whole
+from bayestrain.prior.groups import is_sharded, whole
 from bayestrain.train.batches import Batches, apply, rows
 from bayestrain.train.config import FitConfig, PosteriorConfig, PriorConfig, plain
 from bayestrain.train.distributed import World
@@ -63,11 +62,11 @@ class Setup:
         lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
         options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
         options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
-        if any(isinstance(p, DTensor) for _, p in named):  # one call of a fast optimiser takes one kind
+        if any(is_sharded(p) for _, p in named):  # one call of a fast optimiser takes one kind
             groups = [
                 {**group, "params": part} for group in groups
-                for part in ([p for p in group["params"] if isinstance(p, DTensor)],
-                             [p for p in group["params"] if not isinstance(p, DTensor)]) if part
+                for part in ([p for p in group["params"] if is_sharded(p)],
+                             [p for p in group["params"] if not is_sharded(p)]) if part
             ]  # fmt: skip
         kinds: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
         return kinds[config.optimizer](groups, **options)  # type: ignore[no-any-return]
@@ -163,7 +162,7 @@ class Network:
         self._add(pulls)
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            if any(isinstance(p, DTensor) for p in self.trained):
+            if any(is_sharded(p) for p in self.trained):
                 size = torch.stack([whole(p.grad.norm()) for p in self.trained if p.grad is not None]).norm()
                 nn.utils.clip_grads_with_norm_(self.trained, self.config.clip_norm, size, foreach=False)
             else:
@@ -211,7 +210,7 @@ class Network:
         own = [(p, pull) for p, pull in zip(self.trained, pulls, strict=True) if pull is not None]
         if both := [(pull, p.grad) for p, pull in own if p.grad is not None]:
             add: Any = torch._foreach_add  # not in place: gradients may be views
-            if any(isinstance(pull, DTensor) for pull, _ in both):
+            if any(is_sharded(pull) for pull, _ in both):
                 add = partial(map, torch.add)  # some are sharded, some not
             sums = iter(add(*map(list, zip(*both, strict=True))))
             own = [(p, pull if p.grad is None else next(sums)) for p, pull in own]
@@ -383,7 +382,7 @@ def predict(
 
 def local(tensor: Tensor) -> Tensor:
     """What this process has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:
