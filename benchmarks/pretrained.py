@@ -145,7 +145,7 @@ def compressed(model: nn.Module, curves: Mapping[str, LayerCurve], ratio: float)
     """A copy of the network under a budget."""
     result, before = copy.deepcopy(model), bt.count_parameters(model)
     layers, _ = compression.survey(result)
-    chosen = compression.choose(curves, before, int(before / ratio), 0.0)
+    chosen = compression.choose(layers, curves, before, int(before / ratio), 0.0)
     compression.replace_(result, layers, curves, chosen, lambda text: None)  # noqa: ARG005
     assert bt.count_parameters(result) <= before / ratio
     return result
@@ -222,7 +222,7 @@ def layer_by_layer(model: nn.Module, curves: Curves, others: Mapping[str, nn.Mod
     """For every layer that tensorly decomposes the relative change by every method, at equal size."""
     rivals, errors = methods(curves), Errors()
     for name, layer in kernels_of(model).items():
-        target, size = rivals["auto"][name].target, int(share_of(model, ratio) * layer.weight.numel())
+        target, size = rivals["auto"][name].target(), int(share_of(model, ratio) * layer.weight.numel())
         own = errors.setdefault(name, {})
         for method, other in others.items():
             change = other.get_submodule(name).weight.double() - target.weight

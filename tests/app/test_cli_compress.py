@@ -1,5 +1,6 @@
 """`bayestrain compress`: weights in every kind of file, calibration, and what it refuses."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import bayestrain as bt
 from bayestrain.app.cli.app import app
+from bayestrain.app.cli.compress import mapped
 
 NETS = """
 import torch
@@ -102,6 +104,64 @@ def test_a_file_cannot_run_code() -> None:
     code, text = run("--model", "nets:build", "--weights", "evil.pt", "--ratio", "2", "--out", "small")
     assert code == 2, text
     assert not Path("touched").exists()
+
+
+ODD = """
+from nets import *
+def half(): return build().bfloat16()
+def tied():
+    net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    net[1].weight = net[0].weight
+    return net
+def buffered():
+    net = build()
+    net.register_buffer("scale", torch.ones(2), persistent=False)
+    return net
+"""
+
+
+def test_what_cannot_stay_on_disk_is_read() -> None:
+    """Weights of another dtype or under two names, and buffers that no file has."""
+    Path("odd.py").write_text(ODD)
+    tied = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    save_file(tied.state_dict(), "tied.safetensors")
+    assert mapped("nets:build", Path("w.safetensors")) is not None
+    assert mapped("odd:half", Path("w.safetensors")) is None
+    assert mapped("odd:buffered", Path("w.safetensors")) is None
+    assert mapped("odd:tied", Path("tied.safetensors")) is None
+
+
+MEASURED = """
+import threading, time, sys, torch
+from pathlib import Path
+import bayestrain as bt
+from bayestrain.app.cli.compress import mapped
+def anonymous(): return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.005)
+warm = torch.nn.Sequential(torch.nn.Linear(256, 256))
+bt.compress_(warm, tolerance=0.9, formats=("svd",), progress=False)
+peak = [start := anonymous()]
+threading.Thread(target=watch, daemon=True).start()
+model = mapped("deep:build", Path("deep.safetensors"))
+bt.compress_(model, tolerance=0.9, formats=("svd",), progress=False)
+print(bt.count_parameters(model), peak[0] - start)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells no peak")
+def test_a_model_larger_than_memory_is_read_layer_by_layer(tmp_path: Path) -> None:
+    Path("deep.py").write_text(
+        "from torch import nn\ndef build(): return nn.Sequential(*(nn.Linear(256, 256) for _ in range(96)))\n"
+    )
+    deep = nn.Sequential(*(nn.Linear(256, 256) for _ in range(96)))
+    save_file(deep.state_dict(), tmp_path / "deep.safetensors")
+    found = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
+    parameters, peak = map(int, found.stdout.split())
+    assert parameters < bt.count_parameters(deep) / 3
+    assert peak < (tmp_path / "deep.safetensors").stat().st_size / 2
 
 
 def test_a_transformers_folder(tmp_path: Path) -> None:

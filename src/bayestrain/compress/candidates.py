@@ -62,8 +62,8 @@ def kinds() -> tuple[str, ...]:
     return (SVD, *(format.name for format in FORMATS))
 
 
-def candidates(shape: Sequence[int], wanted: Collection[str]) -> list[Candidate]:
-    """All that a weight ``(out, in, *taps)`` may become, of these kinds."""
+def candidates(shape: Sequence[int], wanted: Collection[str], calibrated: bool = True) -> list[Candidate]:
+    """All that a weight ``(out, in, *taps)`` may become, of these kinds; without calibration nothing is whitened."""
     _, _, *taps = shape
     tables = [MATRIX] if math.prod(taps) == 1 else [KERNEL, PLANE] if len(taps) == 2 and min(taps) > 1 else [KERNEL]
     found = []
@@ -73,7 +73,7 @@ def candidates(shape: Sequence[int], wanted: Collection[str]) -> list[Candidate]
             for modes in table[{SVD: SVD, "tt": "chains"}.get(kind, "others")]:
                 layout = fold(shape, modes)
                 if layout is not None:
-                    ways = WAYS if kind == SVD else WAYS[:1]
+                    ways = WAYS if kind == SVD and calibrated else WAYS[:1]
                     found += [Candidate(kind, modes, format, layout, way) for way in ways]
     return found
 

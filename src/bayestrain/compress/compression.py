@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def compress_(
         if not layers:
             raise ConfigError("No calibration batch reached a layer that could be compressed. Leave calibration= out.")
     curves, before = measure(layers, moments, wanted, say), count_parameters(model)
-    chosen = choose(curves, before, parameters if ratio is None else int(before / ratio), goal)
+    chosen = choose(layers, curves, before, parameters if ratio is None else int(before / ratio), goal)
     rows = replace_(model, layers, curves, chosen, say)
     for name, point in chosen.items():
         if point.candidate is None:
@@ -131,7 +132,8 @@ def compress_(
 class LayerCurve:
     """What a layer may become, and how to build it."""
 
-    target: Target
+    target: Callable[[], Target]
+    """Reads the weight again: models may be larger than memory."""
     points: Sequence[Point]
 
     def best(self, point: Point) -> tuple[Candidate, list[Tensor], float]:
@@ -141,9 +143,9 @@ class LayerCurve:
             if each.candidate is not None and each.size <= point.size:
                 known = at_size.get(each.candidate)
                 at_size[each.candidate] = each if known is None or each.error < known.error else known
-        found = []
+        found, target = [], self.target()
         for candidate in sorted(at_size, key=lambda candidate: at_size[candidate].error)[:REFINED]:
-            curve = Curve(self.target, candidate)
+            curve = Curve(target, candidate)
             cores = curve.refined(curve.cut(curve.largest(point.size)))
             found.append((curve.error(cores), curve, cores))
         error, curve, cores = min(found, key=lambda each: each[0])
@@ -208,20 +210,24 @@ def measure(
     found, step = {}, _steps(len(layers), "curve", say)
     for name, layer in layers.items():
         step(name)
-        target = Target(layer.weight.cpu(), moments[name].matrix.cpu() if name in moments else None)
-        found[name] = LayerCurve(target, points(target, candidates(layer.weight.shape, wanted)))
+        read = partial(_target, layer, moments.get(name))
+        found[name] = LayerCurve(read, points(read(), candidates(layer.weight.shape, wanted, name in moments)))
     return found
 
 
-def choose(curves: Mapping[str, LayerCurve], before: int, parameters: int | None, tolerance: float) -> dict[str, Point]:
+def _target(layer: Any, moment: Moment | None) -> Target:
+    return Target(layer.weight.cpu(), None if moment is None else moment.matrix.cpu())
+
+
+def choose(
+    layers: Mapping[str, Any], curves: Mapping[str, LayerCurve], before: int, parameters: int | None, tolerance: float
+) -> dict[str, Point]:
     """A point for every layer: to a number of parameters of the whole model, of now `before`, or to a tolerance."""
-    fronts = {}
-    for name, own in curves.items():
-        dense = Point(own.target.weight.numel(), 0.0)
-        fronts[name] = front([*own.points, dense])
+    size = {name: layers[name].weight.numel() for name in curves}
+    fronts = {name: front([*own.points, Point(size[name], 0.0)]) for name, own in curves.items()}
     if parameters is None:
         return {name: next(each for each in own if each.error <= tolerance**2) for name, own in fronts.items()}
-    others = before - sum(own.target.weight.numel() for own in curves.values())
+    others = before - sum(size.values())
     fewest = others + sum(own[0].size for own in fronts.values())
     if parameters < fewest:
         raise ConfigError(

@@ -39,10 +39,11 @@ def compress(
     if (out / "model.json").exists():
         raise ConfigError(f"{out} already holds a model. Choose another --out.")
     place = resolve_device(device)
-    network = build(model)
     if weights is not None:
-        load_weights(network, weights)
-    elif not Path(model).is_dir():
+        network = mapped(model, weights) or load_weights(build(model), weights)
+    elif Path(model).is_dir():
+        network = build(model)
+    else:
         raise ConfigError("--weights names the trained weights of the network. It may be left out for a folder only.")
     from bayestrain.compress import compress_
     from bayestrain.io import save
@@ -70,7 +71,27 @@ def build(name: str) -> "nn.Module":
     return built(name)
 
 
-def load_weights(network: "nn.Module", file: Path) -> None:
+def mapped(name: str, file: Path) -> "nn.Module | None":
+    """A network whose tensors stay on disk until they are read: it may be larger than memory. None if it cannot be."""
+    import torch
+
+    if file.suffix != ".safetensors" or Path(name).is_dir():
+        return None
+    try:
+        with torch.device("meta"):
+            network = build(name)
+    except (NotImplementedError, RuntimeError):  # it computes with its weights
+        return None
+    if len(dict(network.named_parameters())) < len(dict(network.named_parameters(remove_duplicate=False))):
+        return None  # a weight under two names would be read twice
+    dtypes = [tensor.dtype for tensor in network.state_dict().values()]
+    load_weights(network, file, assign=True)
+    tensors = (*network.parameters(), *network.buffers())  # buffers that are not saved were never computed
+    same = dtypes == [tensor.dtype for tensor in network.state_dict().values()]
+    return network if same and not any(tensor.is_meta for tensor in tensors) else None
+
+
+def load_weights(network: "nn.Module", file: Path, assign: bool = False) -> "nn.Module":
     """Read a state dict, perhaps in a checkpoint or from DataParallel, into a network, without running code from it."""
     import torch
     from safetensors import SafetensorError
@@ -88,9 +109,10 @@ def load_weights(network: "nn.Module", file: Path) -> None:
     if all(name.startswith("module.") for name in found):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     try:
-        network.load_state_dict(found)
+        network.load_state_dict(found, assign=assign)
     except RuntimeError as error:
         raise DataError(f"The weights in {file} are not those of the network: {error}") from error
+    return network
 
 
 def first(name: str, number: int) -> list[Any]:
