@@ -86,6 +86,7 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
         size = nonzero(torch.linalg.vector_norm(result[parent]))
         result[parent], log_scale = result[parent] / size, log_scale + size.log()
     visit(0)
+    del visit  # it refers to itself, and would keep the cores until Python looks for cycles
     return result, [values[bond] for bond in equation.bonds], log_scale
 
 
