@@ -98,6 +98,16 @@ def test_where_weights_are_folded_a_paired_weight_acts_as_two_halves(format: For
     assert [node.target for node in made.graph.nodes].count(operator.matmul) == 2  # no other product has the batch
 
 
+@pytest.mark.parametrize("kind", ["conv 2d", "transposed"])
+def test_where_weights_are_folded_thin_convolutions_must_save_much(kind: str) -> None:
+    make, settings, event = KINDS[kind]
+    layer, x = make(**settings, max_rank=6), torch.randn(3, *event)
+    made = forms.plain(layer, smallest=True, folds=True)
+    assert not isinstance(made, nn.Sequential | TensorLayer)
+    assert bt.count_parameters(made) == bt.count_parameters(layer)
+    assert close(made(x), layer(x))
+
+
 class Odd(nn.Module):
     """Attention, recurrence, an encoder, a layer used twice, and a parent that reads its child's weight."""
 

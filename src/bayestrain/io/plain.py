@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 
 from bayestrain.errors import ConfigError, ConversionError
 from bayestrain.formats import algebra
@@ -30,7 +31,7 @@ SLACK, ROWS = 1.1, 64
 """How much larger than the cores the smallest form may be, and the batch that products core by core are planned for."""
 
 SMALL = 0.4
-"""In onnxruntime two small products with at most so many of the multiplications are faster than the dense one."""
+"""In onnxruntime thin products with at most so many of the multiplications of the dense one are faster, as measured."""
 
 POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -70,7 +71,7 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
     direct, replacements = _read_directly(root), dict[nn.Module, nn.Module]()
     for layers in users.values():
         form = _form(layers, not direct.isdisjoint(layers), smallest, folds)
-        for layer in layers if form.tensors else ():
+        for layer in layers if form.tensors or form.whole else ():
             replacements[layer] = _module(layer, form, len(layers) == 1).train(layer.training)
     replace_layers(root, replacements)
     for name, module in root.model.named_modules():
@@ -105,6 +106,20 @@ class _Form(NamedTuple):
     labels: tuple[tuple[str, ...], ...] = ()
     stages: tuple[int, ...] = ()
     cut: int = 0
+    whole: bool = False
+    """Whether the layer keeps its cores, and the runtime makes the dense weight of them when it loads the file."""
+
+
+class _Whole(nn.Module):
+    """A factorised layer that runs as the dense one, with the weight of its cores."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.run = layer, (layer.blank(),)  # no module of its own, as it has no values
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = {"weight": self.layer.weight} | ({} if self.layer.bias is None else {"bias": self.layer.bias})
+        return functional_call(self.run[0], tensors, (x,))  # type: ignore[no-any-return]
 
 
 def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _Form:
@@ -118,7 +133,9 @@ def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _F
     axes, dense, limit = weight.layout.labels, math.prod(weight.shape), SLACK * weight.numel if smallest else math.inf
     if not whole and (isinstance(layer, TensorConv) or kinds <= {TensorLinear, TensorEmbedding}):
         positions = layer._positions() if len(axes) > 2 else (1, 1)
-        chain, _ = chains.cheapest(chains.network(weight), axes, weight.shape, positions)
+        chain, share = chains.cheapest(chains.network(weight), axes, weight.shape, positions)
+        if folds and len(axes) > 2 and share > SMALL and dense > limit:
+            return _Form(whole=True)
         if chain is not None and (len(axes) > 2 or chain.groups == 1):
             kernels = chains.kernels(weight, chain)
             if sum(own.numel() for own in kernels) <= limit:
@@ -152,6 +169,8 @@ def _halves(weight: FactorizedWeight) -> tuple[tuple[int, ...], int]:
 
 def _module(layer: Any, form: _Form, alone: bool) -> nn.Module:
     """The module that replaces a layer, with its weight in this form."""
+    if form.whole:
+        return _Whole(layer)
     if form.labels:
         cores = {f"core_{k}": core for k, core in enumerate(form.tensors)}
         return _generated(_core_by_core(layer.factorized.layout, form), **cores, bias=layer.bias)
