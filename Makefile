@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-faults fuzz soak coverage mutants lint docs wheel lock clean
-.PHONY: bench bench-gpu bench-pretrained bench-export bench-posterior bench-uci
+.PHONY: bench bench-gpu bench-layers bench-pretrained bench-export bench-posterior bench-uci
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench: $(INSTALLED) ## speed on a CPU, next to the last commit before the rewrit
 
 bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
 	$(BIN)/python benchmarks/old_and_new.py --device cuda
+
+bench-layers: $(INSTALLED) ## embeddings and encoders on a CPU, next to dense ones
+	$(BIN)/python benchmarks/layers.py
 
 bench-pretrained: $(INSTALLED) ## pretrained networks in the folder DATA, smaller without training: accuracy against size
 	$(BIN)/python benchmarks/pretrained.py $(DATA)

@@ -162,7 +162,22 @@ def page(results: Path) -> str:
             cells = [_ratio(line[name]) if name in line else "" for name in ("over_old", "over_dense")]
             text += f"| {line['row']} | {1e3 * line['seconds']['new']:.3g} | {' | '.join(cells)} |\n"
         text += f"\nSlower than {report['limit']} of version 0.1: {', '.join(slower) or 'none'}.\n"
-    return text
+    return text + (_layers(json.loads(path.read_text())) if (path := results / "layers.json").exists() else "")
+
+
+def _layers(report: dict[str, Any]) -> str:
+    """What `benchmarks/layers.py` recorded."""
+    about, threads = report["environment"], report["environment"]["threads"]
+    text = (
+        f"\n## Embeddings and encoders on a CPU\n\n{about['cpu']}, {threads} thread{'s' * (threads > 1)}; torch "
+        f"{about['torch']}; Python {about['python']}; commit {about['commit'][:10]}; {about['started'][:10]}; "
+        f"`{report['command']}`.\n\n| row | milliseconds | of dense |\n| --- | --: | --: |\n"
+    )
+    for line in report["rows"]:
+        text += f"| {line['row']} | {1e3 * line['seconds']['new']:.3g} | {_ratio(line['over_dense'])} |\n"
+    text += "\nMemory that an embedding of 1,000,000 x 256 takes to train with Adam, of the dense table's:"
+    shares = [f" {own['bytes'] / own['dense_bytes']:.2%} at rank {own['rank']}" for own in report["memory"]]
+    return text + f"{','.join(shares)}.\n"
 
 
 def _ratio(found: dict[str, Any]) -> str:

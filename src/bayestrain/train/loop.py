@@ -26,7 +26,7 @@ from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
 LOOK_EVERY = 50  # steps between progress reports, and between checks of the losses on a GPU, which wait for the device
-LEARNED, FORGOTTEN = 0.1, 0.9
+LEARNED, FORGOTTEN = 0.1, 0.6
 """By how much per datum the likelihood loss falls if anything was learned, and which fraction of it is far too much."""
 
 SETTLING = 2**14  # training inputs with which batch norm's statistics of particles are estimated at the end
