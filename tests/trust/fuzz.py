@@ -101,7 +101,7 @@ def worker(name: str, seed: int, tasks: Any, results: Any, current: Any) -> None
 
 def campaign(name: str, seed: int, inputs: int, deadline: float) -> dict[str, Any]:
     """All inputs of one reader; a process that dies is an unexpected end, and the next continues behind it."""
-    total: Counter[str] = Counter()
+    total = Counter(dict.fromkeys(("read", "refused", "unexpected"), 0))
     odd: dict[str, list[Any]] = {}
     slowest, start, begun = 0.0, 0, time.monotonic()
     context = multiprocessing.get_context("spawn")

@@ -93,7 +93,7 @@ def line_damaged(content: bytes, draw: random.Random, others: list[bytes]) -> by
 
 
 def saved_model(folder: Path, *, stacked: bool, description: bool) -> Reader:
-    """A saved model or posterior; one of its two files is damaged, and half of the tensors have the right checksum."""
+    """A saved model or posterior with one damaged file; half of the damaged tensors have the right checksum."""
     weights, seeds = ("posterior" if stacked else "model") + ".safetensors", []
     for place, format in enumerate(["tt"] if stacked else ["tt", "cp"]):
         save(posterior_fixed() if stacked else small(format), own := folder / f"valid{place}")
@@ -113,6 +113,9 @@ def saved_model(folder: Path, *, stacked: bool, description: bool) -> Reader:
                 about = json.dumps(own).encode()
         (place / "model.json").write_bytes(about)
         (place / weights).write_bytes(tensors)
+        if zlib.crc32(content) % 4 == 1:
+            load(place)  # into the network that the description names
+            return
         before = list(network[0])
         try:
             load(place, network[0])

@@ -47,7 +47,7 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 def fuzz(found: dict[str, Any]) -> str:
     keys = ("inputs", "read", "refused", "unexpected", "slowest_seconds")
-    rows = [[name, *(one[key] for key in keys)] for name, one in found["readers"].items()]
+    rows = [[name, *(one.get(key, 0) for key in keys)] for name, one in found["readers"].items()]
     rows.append(["all", *(sum(row[k] for row in rows) for k in range(1, 5)), max(row[5] for row in rows)])
     text = "Damaged inputs per reader. Unexpected: anything but a result or a `BayesTrainError` in 5 s and 1 GB.\n\n"
     return f"## Hostile inputs\n\n{text}{table(['reader', *keys[:4], 'slowest (s)'], rows)}"

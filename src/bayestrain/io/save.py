@@ -80,7 +80,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     if taken := sorted(own.keys() & about.keys() if isinstance(about, Mapping) else ()):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    content = safetensors.torch.save(plain, {"format": "pt", "bayestrain": str(VERSION)})
+    content = safetensors.torch.save(plain, {"bayestrain": str(VERSION)})  # of two keys the order would vary
     own["sha256"] = hashlib.sha256(content).hexdigest()
     try:
         text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
@@ -168,7 +168,7 @@ def _network(model: nn.Module | ParticleModel) -> Any:
 
 def _built_network(folder: Path, description: Mapping[str, Any]) -> nn.Module:
     """The network that a description describes, on the meta device."""
-    file = folder / (WEIGHTS if description["kind"] == "model" else PARTICLES)
+    file = _current(folder / (WEIGHTS if description["kind"] == "model" else PARTICLES), description)
     if description.get("network") is None:
         raise ConfigError(
             f"{folder / DESCRIPTION} does not say how to build the network, which has classes or shared layers of its "
@@ -219,6 +219,12 @@ def _new(file: Path) -> Path:
     return file.with_name(f".{file.name}.new")
 
 
+def _current(file: Path, description: Mapping[str, Any]) -> Path:
+    """The tensors that a description is of: saving may have been interrupted just after that was written."""
+    new = _new(file)
+    return new if new.is_file() and checksum(new) == description.get("sha256") else file
+
+
 def check_values(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise unless a module's tensors, which may have another shape, are there and finite."""
     parameters = dict(module.named_parameters())
@@ -242,8 +248,7 @@ def _read_tensors(file: Path, description: Mapping[str, Any], module: nn.Module)
     """The tensors of a file, of which safetensors compares the header with the size before it reads any."""
     with reading(file, "Restore it, or save the model again."):
         known = description.get("sha256")
-        if _new(file).is_file() and checksum(_new(file)) == known:  # saving was interrupted after the description
-            file = _new(file)
+        file = _current(file, description)
         if not file.is_file():
             raise ValueError("there is no such file")
         tensors = safetensors.torch.load_file(file)

@@ -66,6 +66,11 @@ def application(folder: Path, device: str) -> Any:
     app.get("/", response_class=HTMLResponse)(lambda: page)
     app.get("/health")(lambda: {"status": "ok", **about})
 
+    @app.exception_handler(OSError)
+    @app.exception_handler(MemoryError)
+    async def lacking(_: Request, error: Exception) -> Any:
+        return JSONResponse({"error": f"The server has no room for this request: {error}."}, 503)
+
     @app.post("/predict")
     async def predict(request: Request, invert: bool | None = None) -> Any:
         kind, body, size = request.headers.get("content-type", "").lower(), bytearray(), 0
@@ -91,8 +96,6 @@ def application(folder: Path, device: str) -> Any:
         except (BayesTrainError, IndexError) as error:  # an index that a table does not have
             reason = str(error).replace(str(file), "The input")
             return JSONResponse({"error": reason}, 400 if isinstance(error, ConfigError) else 422)
-        except (OSError, MemoryError) as error:
-            return JSONResponse({"error": f"The server has no room for this request: {error}."}, 503)
         return {"predictions": [{key: value for key, value in row.items() if key != "input"} for row in rows]}
 
     return app
