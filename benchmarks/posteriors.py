@@ -91,14 +91,12 @@ def kept_variance(method: str, dimensions: int, seed: int, spread: float) -> flo
 
 
 def linear(part: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    spread = {"linear": 1.0, "gaussian": 3.0}[part]
+    """Seed by seed; in one dimension there are no scales to differ."""
+    spread, dimensions = (1.0, DIMENSIONS) if part == "linear" else (3.0, DIMENSIONS[1:])
     for method in (name for name in METHODS if name != "ensemble without prior"):
-        for dimensions in DIMENSIONS:
-            for seed in range(SEEDS.get(method, 3)):
-                yield (
-                    f"{part}/{method}/{dimensions}/{seed}",
-                    functools.partial(kept_variance, method, dimensions, seed, spread),
-                )
+        for seed in range(SEEDS.get(method, 3)):
+            for d in dimensions:
+                yield f"{part}/{method}/{d}/{seed}", functools.partial(kept_variance, method, d, seed, spread)
 
 
 # --- a network against Hamiltonian Monte Carlo ------------------------------------------------------------------------
