@@ -35,6 +35,7 @@ from bayestrain.prior import NormalPrior
 from bayestrain.train.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "benchmarks"
+PAGE = RESULTS / "POSTERIORS.md"
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "anchored": ("anchored", {}),
@@ -91,14 +92,12 @@ def kept_variance(method: str, dimensions: int, seed: int, spread: float) -> flo
 
 
 def linear(part: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    spread = {"linear": 1.0, "gaussian": 3.0}[part]
+    """Seed by seed; in one dimension there are no scales to differ."""
+    spread, dimensions = (1.0, DIMENSIONS) if part == "linear" else (3.0, DIMENSIONS[1:])
     for method in (name for name in METHODS if name != "ensemble without prior"):
-        for dimensions in DIMENSIONS:
-            for seed in range(SEEDS.get(method, 3)):
-                yield (
-                    f"{part}/{method}/{dimensions}/{seed}",
-                    functools.partial(kept_variance, method, dimensions, seed, spread),
-                )
+        for seed in range(SEEDS.get(method, 3)):
+            for d in dimensions:
+                yield f"{part}/{method}/{d}/{seed}", functools.partial(kept_variance, method, d, seed, spread)
 
 
 # --- a network against Hamiltonian Monte Carlo ------------------------------------------------------------------------
@@ -339,7 +338,7 @@ def read(part: str) -> dict[str, Any]:
     return json.loads(file.read_text())["pieces"] if file.exists() else {}  # type: ignore[no-any-return]
 
 
-def write_page() -> None:
+def written() -> str:
     """The page beside the files."""
     page = [INTRODUCTION, f"| method | {' | '.join(f'{d} dimensions' for d in DIMENSIONS)} |", "| --- |" + " --: |" * 4]
     for part in ("linear", "gaussian"):
@@ -371,7 +370,7 @@ def write_page() -> None:
             page.append(f"| {method} | {' | '.join(cells)} |")
         if same := pieces.get("laplace/laplace-torch"):
             page.append(BESIDE.format(**same, version=same["laplace-torch"]))
-    (RESULTS / "POSTERIORS.md").write_text("\n".join(page) + "\n")
+    return "\n".join(page) + "\n"
 
 
 if __name__ == "__main__":
@@ -382,4 +381,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if not args.page:
         run(args.parts)
-    write_page()
+    PAGE.write_text(written())

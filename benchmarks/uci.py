@@ -30,6 +30,7 @@ from bayestrain.posterior import Posterior, independent
 from bayestrain.train.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "uci"
+PAGE = RESULTS / "README.md"
 SETS = {
     "bostonHousing": -2.40, "concrete": -2.94, "energy": -1.21, "kin8nm": 1.14, "naval-propulsion-plant": 4.45,
     "power-plant": -2.81, "protein-tertiary-structure": -2.87, "wine-quality-red": -0.93, "yacht": -1.25,
@@ -122,7 +123,7 @@ MC dropout is one dense network, with a hundred times the epochs of its first pu
 """
 
 
-def write_page() -> None:
+def written() -> str:
     """Results beside MC dropout's."""
     page = [INTRODUCTION.format(particles=PARTICLES, method=METHOD, steps=STEPS, lr=LR)]
     page += ["| set | splits | log likelihood | MC dropout | wins | rmse | in the 90 % interval | parameters | dense |"]
@@ -134,7 +135,7 @@ def write_page() -> None:
             cells = [name, len(rows), f"{mean:.2f} ± {error:.2f}", f"{other:.2f}", "yes" if mean > other else "no"]
             cells += [f"{rmse:.3g}", f"{100 * inside:.0f} %", rows[0]["parameters"], rows[0]["dense"]]
             page.append(f"| {' | '.join(map(str, cells))} |")
-    (RESULTS / "README.md").write_text("\n".join(page) + "\n")
+    return "\n".join(page) + "\n"
 
 
 if __name__ == "__main__":
@@ -149,4 +150,4 @@ if __name__ == "__main__":
         if args.folder is None or not args.folder.is_dir():
             parser.error("name the folder of the nine sets, see above")
         run(args.folder, args.sets, args.splits)
-    write_page()
+    PAGE.write_text(written())

@@ -13,7 +13,7 @@ import trust_kit
 
 import bayestrain as bt
 from bayestrain.train import config
-from benchmarks import old_and_new
+from benchmarks import old_and_new, posteriors, uci
 from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +124,11 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
 def test_the_page_of_speed_is_up_to_date() -> None:
     page = old_and_new.RESULTS / "README.md"
     assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
+
+
+def test_the_pages_of_posteriors_are_up_to_date() -> None:
+    for benchmark in (posteriors, uci):
+        assert benchmark.PAGE.read_text() == benchmark.written(), f"run `python {benchmark.__file__} --page`"
 
 
 def test_the_page_of_trust_is_up_to_date() -> None:
