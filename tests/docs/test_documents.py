@@ -1,6 +1,7 @@
 """The documents tell the truth: their code runs, their links lead somewhere, what they generate is not stale."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import trust_kit
 
 import bayestrain as bt
 from bayestrain.train import config
-from benchmarks import old_and_new
+from benchmarks import old_and_new, scaling
 from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,14 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
 def test_the_page_of_speed_is_up_to_date() -> None:
     page = old_and_new.RESULTS / "README.md"
     assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
+
+
+def test_the_tables_of_several_processes_are_up_to_date() -> None:
+    if not scaling.RESULT.exists():
+        pytest.skip("benchmarks/scaling.py has not been run yet")
+    result = json.loads(scaling.RESULT.read_text())
+    assert scaling.page(result) == scaling.PAGE.read_text(), "run `python benchmarks/scaling.py`"
+    assert all(row["bytes"] == row["formula"] for row in result["rows"])
 
 
 def test_the_page_of_trust_is_up_to_date() -> None:
