@@ -1,6 +1,7 @@
 """The documents tell the truth: their code runs, their links lead somewhere, what they generate is not stale."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import trust_kit
 
 import bayestrain as bt
 from bayestrain.train import config
-from benchmarks import old_and_new, posteriors, uci
+from benchmarks import old_and_new, posteriors, scaling, uci
 from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +130,14 @@ def test_the_page_of_speed_is_up_to_date() -> None:
 def test_the_pages_of_posteriors_are_up_to_date() -> None:
     for benchmark in (posteriors, uci):
         assert benchmark.PAGE.read_text() == benchmark.written(), f"run `python {benchmark.__file__} --page`"
+
+
+def test_the_tables_of_several_processes_are_up_to_date() -> None:
+    if not scaling.RESULT.exists():
+        pytest.skip("benchmarks/scaling.py has not been run yet")
+    result = json.loads(scaling.RESULT.read_text())
+    assert scaling.page(result) == scaling.PAGE.read_text(), "run `python benchmarks/scaling.py`"
+    assert all(row["bytes"] == row["formula"] for row in result["rows"])
 
 
 def test_the_page_of_trust_is_up_to_date() -> None:

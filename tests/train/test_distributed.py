@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 WORKER = Path(__file__).with_name("torchrun_worker.py")
-KINDS = ("tensors", "loader", "function", "sharded", "own_loop", "svgd", "sgld")
+KINDS = ("tensors", "loader", "function", "sharded", "own_loop", "svgd", "anchored", "sgld")
 
 
 def start(processes: int, *arguments: str, restarts: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -185,6 +185,7 @@ SCENARIOS: dict[str, Any] = {
     "sharded": lambda: map_of("tensors", sharded=True, clip_norm=0.5),
     "svgd": lambda: particles(5),
     "mesh": lambda: particles(3, replicas=2),
+    "anchored": lambda: particles(4, method="anchored"),
     "sgld": lambda: particles(4, method="sgld"),
     "stream": stream,
     "own_loop": own_loop,

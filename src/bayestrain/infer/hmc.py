@@ -48,6 +48,8 @@ class HMC(Method):
         own = {"leapfrogs": leapfrogs, "warmup": warmup, "seed": seed, "step": 0, "acceptance": 0.0}
         own |= {"lr": lr, "start": lr, "miss": 0.0, "average": math.log(lr)}
         super().__init__(*args, optimizer=partial(Trajectory, defaults=own), **options)  # type: ignore[misc]
+        if self.spread is not None:
+            raise ConfigError("HMC adapts one step size to all chains, so it runs in one process. Use sgld.")
 
     def advance(self, batch: Any) -> StepInfo:
         (group,) = self.optimizer.param_groups

@@ -96,7 +96,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor, put together if it is sharded."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:

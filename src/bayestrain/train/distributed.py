@@ -34,6 +34,9 @@ from bayestrain.train.config import shown
 TIMEOUT = "BAYESTRAIN_TIMEOUT"
 """Environment variable: seconds that a process waits for the others before it gives up."""
 
+FEWEST_ROWS = 8
+"""Parameters with fewer are not sharded: DTensor cannot give a row to every process."""
+
 LAST_WORDS = 10.0
 """Seconds that process 0 has to report what went wrong in another one, before `torchrun` stops it."""
 
@@ -120,7 +123,7 @@ class World:
         self.parts, self.replicas = self.size // replicas, replicas
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(device.type, (self.parts, replicas), mesh_dim_names=("particles", "data"))
+        mesh = init_device_mesh("cpu", (self.parts, replicas), mesh_dim_names=("particles", "data"))
         self._particles, self._data = mesh.get_group("particles"), mesh.get_group("data")
         self.part, self.replica = mesh.get_local_rank("particles"), mesh.get_local_rank("data")
         self.own = self.particles_of(particles)
@@ -172,7 +175,7 @@ class World:
 
         self.copy_(t for module in (model, likelihood) for t in (*module.parameters(), *module.buffers()))
         kept = {core for weight in factorized_weights(model).values() for core in weight.cores}
-        kept |= {p for p in model.parameters() if not p.ndim or len(p) < self.size}  # DTensor has no parts for these
+        kept |= {p for p in model.parameters() if p.ndim < 2 or len(p) < max(FEWEST_ROWS, self.size)}
         units: list[nn.Module] = []
         for module in model.modules():
             if isinstance(module, nn.Sequential | nn.ModuleList):

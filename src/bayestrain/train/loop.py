@@ -204,7 +204,7 @@ class Loop:
         assert self.place is not None
         file = self.place if self.folder is None else self.folder.checkpoint
         with reading(file, "Resume with the same network and data, or overwrite the run."):
-            state = put_together(state, self.place, self.subject.template, self.subject.world)
+            state = put_together(state, self.place, self.subject.template, self.subject.optimizer, self.subject.world)
             vars(self).update({name: state[name] for name in self.KEPT})
             vars(self.search).update({name: state["search"][name] for name in Search.KEPT})
             plain((self.history, self.search.spectra))  # or else they could not be written later

@@ -19,7 +19,7 @@ from bayestrain.infer import Spread
 from bayestrain.prior.groups import is_sharded
 from bayestrain.train.distributed import World, shared
 
-STACKED = ("particles", "carried", "optimizer", "broken")
+STACKED = ("particles", "carried", "optimizer", "broken", "anchors", "numbers")
 """The entries of a posterior's state whose tensors have the particles along their first dimension, but for scalars."""
 
 Walk = Callable[[tuple[str, ...], Tensor], Any]
@@ -79,10 +79,21 @@ def write_parts(parts: dict[str, Tensor], folder: Path, epoch: int, world: World
     return {"folder": place.name, "files": {f.name: checksum(f) for f in place.iterdir()} if world.rank == 0 else {}}
 
 
-def put_together(state: dict[str, Any], folder: Path, model: nn.Module, world: World) -> dict[str, Any]:
+def put_together(
+    state: dict[str, Any], folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> dict[str, Any]:
     """The state of this process: its own particles and shards, from a checkpoint of any number of processes."""
     wanted: dict[str, Tensor] = {}
-    sharded: Any = next(filter(is_sharded, model.parameters()), None)
+    named, listed = dict(model.named_parameters()), [p for group in optimizer.param_groups for p in group["params"]]
+
+    def laid_out(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        """The tensor, sharded if the parameter is that it belongs to."""
+        own: Any = named.get(path[-1]) if "template" in path else listed[int(path[-2])] if "optimizer" in path else None
+        if own is None or not is_sharded(own) or tensor.shape != own.shape:
+            return tensor
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor.to(world.device), own.device_mesh, own.placements)
 
     def visit(path: tuple[str, ...], tensor: Any) -> Any:
         if _stacked(path, tensor):
@@ -96,14 +107,10 @@ def put_together(state: dict[str, Any], folder: Path, model: nn.Module, world: W
             )
             return rows
         if isinstance(tensor, Tensor):
-            return tensor
-        whole = torch.zeros(tensor["shape of part"], dtype=tensor["dtype"])
-        if sharded is not None:
-            from torch.distributed.tensor import distribute_tensor
-
-            whole = distribute_tensor(whole.to(world.device), sharded.device_mesh, sharded.placements)
-        wanted[tensor["name"]] = whole
-        return whole
+            return laid_out(path, tensor)
+        found = laid_out(path, torch.zeros(tensor["shape of part"], dtype=tensor["dtype"]))
+        wanted[tensor["name"]] = found
+        return found
 
     state = _walk(state, visit)
     if "parts" in state:

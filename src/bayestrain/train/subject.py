@@ -62,12 +62,8 @@ class Setup:
         lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
         options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
         options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
-        if any(is_sharded(p) for _, p in named):  # one call of a fast optimiser takes one kind
-            groups = [
-                {**group, "params": part} for group in groups
-                for part in ([p for p in group["params"] if is_sharded(p)],
-                             [p for p in group["params"] if not is_sharded(p)]) if part
-            ]  # fmt: skip
+        if any(is_sharded(p) for _, p in named):  # fast optimisers take all parameters sharded, or none
+            options |= {"fused": None, "foreach": False}
         kinds: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
         return kinds[config.optimizer](groups, **options)  # type: ignore[no-any-return]
 
@@ -382,7 +378,7 @@ def predict(
 
 def local(tensor: Tensor) -> Tensor:
     """What this process has of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:
