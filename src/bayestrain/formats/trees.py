@@ -4,7 +4,7 @@ For a train this is TT-SVD and TT rounding (Oseledets 2011), for a Tucker tensor
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -74,20 +74,22 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
             rest = result[n].movedim(axis, 0).shape[1:]
             result[n] = new.reshape(-1, *rest).movedim(0, axis)
 
-    def visit(k: int) -> None:  # everything but core k is orthonormal, before and after
-        for child, parent, bond in equation.branches:
-            if parent == k:
-                move(k, child, bond)
-                visit(child)
-                move(child, k, bond, svd=True)
-
     for child, parent, bond in equation.branches:
         move(child, parent, bond)
         size = nonzero(torch.linalg.vector_norm(result[parent]))
         result[parent], log_scale = result[parent] / size, log_scale + size.log()
-    visit(0)
-    del visit  # it refers to itself, and would keep the cores until Python looks for cycles
+    for step in tour(equation, 0):
+        move(*step)
     return result, [values[bond] for bond in equation.bonds], log_scale
+
+
+def tour(equation: Equation, k: int) -> Iterator[tuple[int, int, str, bool]]:
+    """Along every bond beyond core k and back: from, to, bond, and whether it is the way back."""
+    for child, parent, bond in equation.branches:
+        if parent == k:
+            yield k, child, bond, False
+            yield from tour(equation, child)
+            yield child, k, bond, True
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
