@@ -78,17 +78,17 @@ def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Te
         move(child, parent, bond)
         size = nonzero(torch.linalg.vector_norm(result[parent]))
         result[parent], log_scale = result[parent] / size, log_scale + size.log()
-    for k, to, bond, svd in _walk(equation):  # everything but core k is orthonormal, before and after
-        move(k, to, bond, svd)
+    for step in tour(equation, 0):
+        move(*step)
     return result, [values[bond] for bond in equation.bonds], log_scale
 
 
-def _walk(equation: Equation, k: int = 0) -> Iterator[tuple[int, int, str, bool]]:
-    """Along every branch from core k on and back: from where, to where, along which bond, and whether back."""
+def tour(equation: Equation, k: int) -> Iterator[tuple[int, int, str, bool]]:
+    """Along every bond beyond core k and back: from, to, bond, and whether it is the way back."""
     for child, parent, bond in equation.branches:
         if parent == k:
             yield k, child, bond, False
-            yield from _walk(equation, child)
+            yield from tour(equation, child)
             yield child, k, bond, True
 
 
