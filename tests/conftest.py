@@ -1,6 +1,8 @@
 """Settings shared by all tests: one thread, a fixed seed, and property tests that draw the same examples every time."""
 
+import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,3 +31,15 @@ if settings is not None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Loops of other libraries join a group of processes and set variables, which later tests must not see."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)

@@ -64,10 +64,15 @@ def _einsum(operands: Sequence[Operand], output: Labels) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _letters(operands: tuple[Labels, ...], output: Labels) -> str:
+def _equation(operands: tuple[Labels, ...], output: Labels) -> str:
     letter = dict(zip(dict.fromkeys(label for labels in operands for label in labels), ascii_letters, strict=False))
     *left, right = ("".join(letter[label] for label in labels) for labels in (*operands, output))
     return f"{','.join(left)}->{right}"
+
+
+def _letters(operands: tuple[Labels, ...], output: Labels) -> str:
+    """What `torch.einsum` calls this; a constant to a compiler, as `_steps` are."""
+    return _equation(operands, output)
 
 
 _letters._dynamo_marked_constant = True  # type: ignore[attr-defined]
