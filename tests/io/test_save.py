@@ -321,3 +321,28 @@ def test_a_file_is_no_folder_to_save_into(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"saved into a folder, but .*file is a file\. Choose another name"):
         save(trained(), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+class Partly(nn.Module):
+    """A buffer that no file holds beside layers that may be on the meta device, two of which share a weight."""
+
+    def __init__(self, device: str = "cpu", buffer: str = "cpu") -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, device=device), nn.Linear(6, 6, device=device)
+        self.b.weight = self.a.weight
+        self.lstm = nn.LSTM(6, 4, device=device)
+        self.register_buffer("scale", torch.arange(6.0, device=buffer), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.b(self.a(x)) * self.scale)[0]  # type: ignore[no-any-return]
+
+
+def test_only_what_the_file_fills_leaves_the_meta_device(tmp_path: Path) -> None:
+    model, x = Partly().eval(), torch.randn(3, 6)
+    save(model, tmp_path)
+    again = load(tmp_path, Partly("meta"))
+    assert torch.equal(again.scale, model.scale)
+    assert again.a.weight is again.b.weight
+    assert torch.equal(again(x), model(x))
+    with pytest.raises(ConfigError, match="'scale' is on the meta device"):
+        load(tmp_path, Partly("meta", "meta"))

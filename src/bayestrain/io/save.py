@@ -274,16 +274,29 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
         if (tensor.shape, tensor.is_floating_point()) != (found.shape, found.is_floating_point()):
             needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
             raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
+    if empty := [name for name, tensor in module.named_buffers() if tensor.is_meta and name not in own]:
+        raise ConfigError(f"{empty[0]!r} is on the meta device, and no file holds it. Build the network on a device.")
     install(module, places)
-    if any(tensor.is_meta for tensor in own.values()):
-        module.to_empty(device="cpu")
     for old, new in weights.items():
         if (old.format, old.layout) != (new.format, new.layout):
             new.requires_grad_(old.cores[0].requires_grad)
             old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
         old.set_cores(list(new.cores))
+    _leave_meta(module)
     for name, tensor in _tensors(module).items():
         tensor.data = tensors[name].to(tensor.device, copy=True)
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Give tensors on the meta device memory, and let what was shared stay so; all others stay as they are."""
+    made = dict[Tensor, Tensor]()
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_meta:
+                if tensor not in made:
+                    new = torch.empty_like(tensor, device="cpu")
+                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+                setattr(module, name, made[tensor])
 
 
 def _built(
