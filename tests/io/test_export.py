@@ -247,6 +247,13 @@ class Branches(nn.Module):
         return self.layer(x) + (1.0 if torch.compiler.is_compiling() else 0.0)
 
 
+class Large(Branches):
+    """The same beside an output a million times as large."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x * 1e6
+
+
 def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     layer, x = bt.TensorLinear(8, 6, max_rank=2), torch.randn(2, 8)
     broken, meta = bt.TensorLinear(8, 6, max_rank=2), bt.TensorLinear(8, 6, max_rank=2, device="meta")
@@ -271,6 +278,7 @@ def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
         (layer, "old.pt2", {"dynamic": {-1: "a"}}, "from 0"),
         (layer, "old.pt2", {"dynamic": {1: "features"}}, "itself fails"),
         (Branches(), "old.pt2", {}, "differ from PyTorch's"),
+        (Large(), "old.pt2", {}, "differ from PyTorch's"),
         (posterior(2, lambda y, t: -(y - t).square().sum(1)), "old.pt2", {"example": x}, "particle"),
     ]
     for model, name, options, said in wrong:

@@ -21,12 +21,12 @@ from bayestrain.io.save import check_values
 from bayestrain.io.stored import BITS, Mixture, Packed, share_
 from bayestrain.nn.evaluation import evaluating
 from bayestrain.nn.sizes import count_parameters, dense_parameters, ranks
-from bayestrain.posterior import ParticleModel
+from bayestrain.posterior import ParticleModel, Regression
 
 Axes = Mapping[int, str]
 BATCH: Axes = {0: "batch"}
 TOLERANCE = 1e-4
-"""The largest difference between a file and PyTorch, relative to the largest output."""
+"""The largest difference between a file and PyTorch, relative to the largest value of the same output."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ExportReport:
 
     Attributes:
         nodes: operations in the file.
-        error: the largest difference from PyTorch with the same stored weights, relative to the largest output.
+        error: the largest difference from PyTorch with the same stored weights, relative to the same output's largest.
         loss: the same for what storing the weights in fewer bits changed.
         kept: parameters that were not stored in fewer bits, and why.
     """
@@ -50,7 +50,7 @@ class ExportReport:
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.format}, {self.bytes:,} bytes, {self.nodes} operations.\n"
-        text += f"Largest difference from PyTorch, relative to the largest output: {self.error:.1e}."
+        text += f"Largest difference from PyTorch, relative to the largest of an output: {self.error:.1e}."
         text += f"\nThe stored weights change the outputs by {self.loss:.1e}, likewise." if self.loss else ""
         return text + "".join(f"\nStored as it was: {name}, {reason}." for name, reason in self.kept.items())
 
@@ -115,11 +115,13 @@ def export(
         raise
     except Exception as error:  # exporters raise anything
         raise ConversionError(f"The network cannot be exported as {format} where {dynamic} vary: {error}") from error
-    worst, loss = (max(map(_difference, goal, others)) for others in (found, expected))
+    # Probabilities and entropies have one scale, and so have variances: small ones come of differences of large ones.
+    alike = list(goal[0])[type(model.likelihood) is Regression :] if isinstance(model, ParticleModel) else []
+    worst, loss = (_difference(goal, others, alike) for others in (found, expected))
     if not worst <= TOLERANCE:
         raise ConversionError(
-            f"Nothing was written: the file's outputs differ from PyTorch's by {worst:.1e} of the largest, more than "
-            f"{TOLERANCE:.0e}. Does the forward pass depend on values, or run in less than single precision?"
+            f"Nothing was written: the file's outputs differ from PyTorch's by {worst:.1e} of their largest, more "
+            f"than {TOLERANCE:.0e}. Does the forward pass depend on values, or run in less than single precision?"
         )
     write_atomically(path, content)
     return ExportReport(path, format, len(content), nodes, worst, loss, getattr(network, "kept", {}))
@@ -207,11 +209,22 @@ def _program(network: nn.Module, call: Any, axes: Sequence[Axes], largest: Mappi
     return program
 
 
-def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    """The largest difference between outputs, relative to the largest of them; NaN if their shapes differ."""
-    pairs = [(a.double(), b.double()) for a, b in zip(expected.values(), found.values(), strict=True)]
-    if any(a.shape != b.shape for a, b in pairs):
-        return float("nan")
-    far = torch.cat([torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).flatten() for a, b in pairs])
-    size = torch.cat([a[a.isfinite()].abs() for a, _ in pairs])
-    return float(far.amax() / (size.amax() if bool(size.any()) else 1.0))
+def _difference(calls: Sequence[Mapping[str, Tensor]], found: Sequence[Mapping[str, Tensor]], alike: Any) -> float:
+    """The largest difference of an output, relative to its largest value, or that of all of `alike` for these.
+
+    It is NaN if shapes differ.
+    """
+    worst = [0.0]
+    for expected, own in zip(calls, found, strict=True):
+        sizes = {
+            name: float(a.double().abs().nan_to_num(posinf=0.0).amax()) for name, a in expected.items() if a.numel()
+        }
+        sizes |= dict.fromkeys(alike, max((sizes.get(name, 0.0) for name in alike), default=0.0))
+        for (name, a), b in zip(expected.items(), own.values(), strict=True):
+            if a.shape != b.shape:
+                return float("nan")
+            if not a.numel():
+                continue
+            far = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a.double() - b.double()).abs())
+            worst.append(float(far.amax()) / (sizes[name] or 1.0))
+    return float(torch.tensor(worst).amax())  # NaN if one is
