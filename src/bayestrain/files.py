@@ -53,7 +53,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WriteError(error.errno, error.strerror, str(error.filename or path)) from error
+        raise WriteError(error.errno, error.strerror, str(error.filename2 or error.filename or path)) from error
 
 
 @contextlib.contextmanager

@@ -52,6 +52,9 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     with writing(folder):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
+        for name in (DESCRIPTION, WEIGHTS, PARTICLES, CARD):
+            if (there := folder / name).exists() and not there.is_file():
+                raise ConfigError(f"{there} is not a file. Choose another folder, or delete it.")
         if foreign := _foreign(folder):
             raise ConfigError(f"{foreign} is not of a model that save wrote. Choose another folder, or delete it.")
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
@@ -174,8 +177,11 @@ def _built_network(folder: Path, description: Mapping[str, Any]) -> nn.Module:
             f"{folder / DESCRIPTION} does not say how to build the network, which has classes or shared layers of its "
             "own. Build it as it was, and pass it: load(path, into=network)."
         )
-    with reading(file), safetensors.safe_open(file, "pt") as tensors:
-        number = len(tensors.keys())
+    with reading(file):
+        if not file.is_file():
+            raise ValueError("there is no such file")
+        with safetensors.safe_open(file, "pt") as tensors:
+            number = len(tensors.keys())
     with reading(folder / DESCRIPTION, "Build the network yourself, and pass it: load(path, into=network)."):
         return build(description["network"], number)  # type: ignore[no-any-return]
 
