@@ -221,7 +221,7 @@ def test_integers_are_as_good_as_those_of_torchao(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchao_quantises_plain_models_only() -> None:
+def test_torchao_quantises_plain_models_only(tmp_path: Path) -> None:
     """As docs/limits.md says: it passes over factorised layers without a word."""
     ao = pytest.importorskip("torchao.quantization")
     model, x = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 40)), torch.randn(100, 64)
@@ -232,6 +232,9 @@ def test_torchao_quantises_plain_models_only() -> None:
     assert len(linear) == 4
     assert {type(own.weight.data).__name__ for own in linear} == {"Int8Tensor"}
     assert 0 < (made(x) - expected).norm() < 0.1 * expected.norm()
+    for write in (bt.save, lambda *own: bt.export(*own, "pt2", example=x)):
+        with pytest.raises(ConfigError, match=r"Int8Tensor, which cannot be written\. Save or export before"):
+            write(made, tmp_path / "m")
     ao.quantize_(model, ao.Int8WeightOnlyConfig())
     assert torch.equal(model(x), expected)
 
@@ -252,6 +255,15 @@ class Large(Branches):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x * 1e6
+
+
+class Returns(nn.Module):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 6), what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self.layer(x))
 
 
 def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
@@ -277,6 +289,11 @@ def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
         (layer, "old.pt2", {"dynamic": [{0: "a"}, {0: "b"}]}, "one mapping"),
         (layer, "old.pt2", {"dynamic": {-1: "a"}}, "from 0"),
         (layer, "old.pt2", {"dynamic": {1: "features"}}, "itself fails"),
+        (layer, "old.pt2", {"dynamic": None}, r"one mapping.*got None"),
+        (layer, "old.pt2", {"dynamic": [None]}, r"one mapping"),
+        (Returns(lambda y: [len(y.shape)]), "old.pt2", {}, "returns no tensor"),
+        (Returns(lambda y: (y, y.shape[0])), "m.onnx", {"format": "onnx"}, "a number or text, too"),
+        (Returns(lambda y: (y, 3)), "m.onnx", {"format": "onnx"}, "a number or text, too"),
         (Branches(), "old.pt2", {}, "differ from PyTorch's"),
         (Large(), "old.pt2", {}, "differ from PyTorch's"),
         (posterior(2, lambda y, t: -(y - t).square().sum(1)), "old.pt2", {"example": x}, "particle"),

@@ -346,3 +346,16 @@ def test_only_what_the_file_fills_leaves_the_meta_device(tmp_path: Path) -> None
     assert torch.equal(again(x), model(x))
     with pytest.raises(ConfigError, match="'scale' is on the meta device"):
         load(tmp_path, Partly("meta", "meta"))
+
+
+def test_what_is_no_model_and_no_folder_is_said(tmp_path: Path) -> None:
+    save(dense(), tmp_path)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: save(dense().state_dict(), tmp_path), "got a OrderedDict"),  # type: ignore[arg-type]
+        (lambda: load(None), "path must be the folder"),  # type: ignore[arg-type]
+        (lambda: load(tmp_path, Partly), "into must be a network"),  # type: ignore[arg-type]
+        (lambda: load(tmp_path, dense), "call it first"),  # type: ignore[arg-type]
+    ]
+    for call, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            call()

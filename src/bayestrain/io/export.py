@@ -102,6 +102,8 @@ def export(
         expected = goal = [_outputs(model, *own) for own in calls]
     except Exception as error:
         raise ConversionError(f"The model itself fails where {dynamic} have other sizes: {error}") from error
+    if not expected[0]:
+        raise ConfigError("The model returns no tensor. Export a module whose forward pass returns one.")
     if weights is not None:
         network = Packed(network, weights).eval()
         goal = [_outputs(network, *own) for own in calls]
@@ -155,9 +157,11 @@ def _inputs(example: Any, dynamic: Axes | Sequence[Axes]) -> tuple[list[Tensor],
     given, spec = tree.tree_flatten((args, dict(example) if by_name else {}))
     if not given or not all(isinstance(own, Tensor) and own.numel() for own in given):
         raise ConfigError("example must be a tensor, or a tuple or dict of tensors, none of them empty.")
-    each = [dynamic] * len(given) if isinstance(dynamic, Mapping) else list(dynamic)
-    if len(each) != len(given) or any(k < 0 for own in each for k in own):
-        raise ConfigError(f"dynamic must be one mapping for all inputs or {len(given)}, of axes from 0 on, got {each}.")
+    each: Any = [dynamic] * len(given) if isinstance(dynamic, Mapping) else dynamic
+    mappings = isinstance(each, list | tuple) and all(isinstance(own, Mapping) for own in each)
+    if not mappings or len(each) != len(given) or any(k < 0 for own in each for k in own):
+        needed = f"one mapping for all inputs or {len(given)}, of axes from 0 on ({{}} if none vary)"
+        raise ConfigError(f"dynamic must be {needed}, got {dynamic}.")
     axes = [{k: name for k, name in own.items() if k < x.ndim} for own, x in zip(each, given, strict=True)]
     return [own.detach().cpu() for own in given], list(axes), spec
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export.graph_signature import TensorArgument
 
 from bayestrain.errors import ConfigError
 
@@ -29,6 +30,9 @@ def to_onnx(
 
     if sum(tensor.nbytes for tensor in program.state_dict.values()) >= 2**31:
         raise ConfigError("An ONNX file holds at most 2 GB. Use format='pt2', or weights='int8'.")
+    odd = [spec.arg for spec in program.graph_signature.output_specs if not isinstance(spec.arg, TensorArgument)]
+    if any(getattr(arg, "value", arg) is not None for arg in odd):  # a None is left out
+        raise ConfigError("An ONNX file returns tensors, and this network a number or text, too. Leave that out.")
     options: dict[str, Any] = {"input_names": list(axes), "output_names": outputs}
     made: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False, **options)
     onnxscript.optimizer.optimize(made.model, input_size_limit=FOLDED, output_size_limit=FOLDED)

@@ -48,6 +48,8 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
 
     Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
+    if not isinstance(model, nn.Module | ParticleModel):
+        raise ConfigError(f"Expected a torch.nn.Module or a posterior, got a {type(model).__name__}. Pass the model.")
     module, folder = model if isinstance(model, nn.Module) else model.joint, Path(path)
     with writing(folder):
         if folder.exists() and not folder.is_dir():
@@ -112,6 +114,10 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
             It can be left out if all modules of the network are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"path must be the folder of a saved model, got {path!r}.")
+    if not isinstance(into, nn.Module | None):
+        raise ConfigError(f"into must be a network, got {into!r}. If that builds one, call it first.")
     folder, description = _read_description(path)
     into = _built_network(folder, description) if into is None else into
     if description["kind"] == "model":
@@ -237,8 +243,12 @@ def check_values(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ConfigError(f"{name!r} has no values yet. Run one batch through the model, then save it.")
-        # A mask, which is a buffer, may be infinite.
-        if bool(tensor.isnan().any()) or (name in parameters and bool(tensor.isinf().any())):
+        try:  # a mask, which is a buffer, may be infinite
+            finite = not bool(tensor.isnan().any()) and (name not in parameters or not bool(tensor.isinf().any()))
+        except NotImplementedError:
+            kind = f"{name!r} is stored as {type(tensor).__name__}, which cannot be written"
+            raise ConfigError(f"{kind}. Save or export before you quantise; export has weights='int8'.") from None
+        if not finite:
             raise ConfigError(f"{name!r} has NaN or infinite values. Go back to a checkpoint from before that.")
 
 
