@@ -359,3 +359,13 @@ def test_what_is_no_model_and_no_folder_is_said(tmp_path: Path) -> None:
     for call, said in wrong:
         with pytest.raises(ConfigError, match=said):
             call()
+
+
+def test_a_network_that_has_a_prior_takes_a_saved_model_and_loses_lambda(tmp_path: Path) -> None:
+    model, other = trained(), dense()
+    save(model, tmp_path)
+    tensorize_(other, TensorizeConfig(max_rank=4))
+    RankPrior(other, num_data=100)
+    x = torch.randn(2, 3, 9, 9)
+    assert torch.equal(load(tmp_path, other)(x), model(x))
+    assert other.state_dict().keys() == model.state_dict().keys()

@@ -22,7 +22,7 @@ from bayestrain.formats import get
 from bayestrain.io.card import HEAD, card
 from bayestrain.io.structure import build, describe
 from bayestrain.nn.convert import Place, find_places, install
-from bayestrain.nn.factorized import FactorizedWeight
+from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import is_lazy
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.parameters import HOLDER
@@ -111,7 +111,7 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
         path: the folder, or one of its files.
         into: a freshly built network, before or after `tensorize_`. Its layers are replaced where they were factorised,
             its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
-            It can be left out if all modules of the network are PyTorch's own.
+            It loses lambda, which no saved model has. It can be left out if all its modules are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
     if not isinstance(path, str | Path):
@@ -282,6 +282,8 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
     if lazy := [name for name, layer in module.named_modules() if is_lazy(layer)]:
         raise ConfigError(f"The network given has lazy layers: {', '.join(lazy)}. Run one batch through it first.")
     weights, places, own = _built(folder, description, module, tensors)
+    states = {id(each) for weight in module.modules() if isinstance(weight, RankState) for each in weight.buffers()}
+    own = {name: tensor for name, tensor in own.items() if id(tensor) not in states}
     wrong = f"The tensors in {folder} are not those of the network given"
     if odd := own.keys() ^ tensors.keys():
         raise DataError(f"{wrong}: these are not in both: {', '.join(sorted(odd))}.")
@@ -290,10 +292,12 @@ def _fill(folder: Path, description: Mapping[str, Any], module: nn.Module, tenso
         if (tensor.shape, tensor.is_floating_point()) != (found.shape, found.is_floating_point()):
             needed, there = (f"shape {tuple(t.shape)} of {t.dtype}" for t in (tensor, found))
             raise DataError(f"{wrong}: {name} needs {needed}, there is {there}.")
-    if empty := [name for name, tensor in module.named_buffers() if tensor.is_meta and name not in own]:
+    left = [name for name, tensor in module.named_buffers() if tensor.is_meta and id(tensor) not in states]
+    if empty := [name for name in left if name not in own]:
         raise ConfigError(f"{empty[0]!r} is on the meta device, and no file holds it. Build the network on a device.")
     install(module, places)
     for old, new in weights.items():
+        old.rank_state = None  # a saved model has none
         if (old.format, old.layout) != (new.format, new.layout):
             new.requires_grad_(old.cores[0].requires_grad)
             old.format, old.layout, old.equation, old.cores = new.format, new.layout, new.equation, new.cores
