@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bayestrain import Posterior, RankPrior, TensorizeConfig, load, save, tensorize_
@@ -130,3 +130,17 @@ def test_a_likelihood_of_ones_own_is_asked_for(tmp_path: Path) -> None:
         (tmp_path / "model.json").write_text(json.dumps({**about, "likelihood": wrong}))
         with pytest.raises(DataError, match="describes no saved model"):
             load(tmp_path, dense())
+
+
+def test_a_model_over_a_posterior_replaces_it_and_the_other_way_round(tmp_path: Path) -> None:
+    posterior, x = trained()
+    for _ in range(2):
+        save(posterior, tmp_path)
+        assert {own.name for own in tmp_path.iterdir()} == {"posterior.safetensors", "model.json", "README.md"}
+        assert torch.equal(load(tmp_path).predict(x).mean, posterior.predict(x).mean)
+        save(posterior.particle(0), tmp_path)
+        assert {own.name for own in tmp_path.iterdir()} == {"model.safetensors", "model.json", "README.md"}
+        assert torch.equal(load(tmp_path)(x), posterior.particle(0).eval()(x))
+    save_file({"weight": torch.zeros(3)}, tmp_path / "posterior.safetensors")  # another program's
+    save(posterior.particle(1), tmp_path)
+    assert (tmp_path / "posterior.safetensors").exists()

@@ -99,6 +99,8 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         write_atomically(folder / DESCRIPTION, text)
         with writing(file):
             _new(file).replace(file)
+            if _ours(other := folder / (PARTICLES if file.name == WEIGHTS else WEIGHTS)):  # of what was there before
+                other.unlink()
     if not (readme := folder / CARD).is_file() or readme.read_bytes().startswith(HEAD.encode()):
         ranks = {name: weight.ranks for name, weight in module.named_modules() if name in own["weights"]}
         write_atomically(readme, card({**(about or {}), **own}, ranks))
@@ -146,16 +148,21 @@ def _foreign(folder: Path) -> Path | None:
         if not file.exists() or (other and (folder / other).exists()):
             continue
         try:
-            if other is None:
-                known = {"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys()
-            else:  # an earlier save was interrupted
-                with safetensors.safe_open(file, "pt") as found:
-                    known = "bayestrain" in (found.metadata() or {})
-        except (AttributeError, OSError, RecursionError, SafetensorError, ValueError):
+            known = _ours(file) if other else {"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys()
+        except (AttributeError, OSError, RecursionError, ValueError):
             known = False
         if not known:
             return file
     return None
+
+
+def _ours(file: Path) -> bool:
+    """Whether `save` wrote these tensors."""
+    try:
+        with safetensors.safe_open(file, "pt") as found:
+            return "bayestrain" in (found.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def _network(model: nn.Module | ParticleModel) -> Any:
