@@ -239,6 +239,13 @@ def test_torchao_quantises_plain_models_only(tmp_path: Path) -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_a_posterior_takes_an_example_by_name(tmp_path: Path) -> None:
+    model, x = posterior(2, Regression()), torch.randn(3, 30)
+    bt.export(model, tmp_path / "m.pt2", "pt2", example={"input": x})
+    found = torch.export.load(tmp_path / "m.pt2").module()(x)
+    torch.testing.assert_close(found["mean"], model.predict(x).mean.float())
+
+
 class Branches(nn.Module):
     """A network that traced code cannot follow: what it does depends on the batch and on a random number."""
 

@@ -89,6 +89,8 @@ def export(
                 f"Cannot write the file {path}: it is a folder, or its folder is missing or not writable."
             )
     about = _about(model, weights, metadata or {})
+    if isinstance(model, ParticleModel) and isinstance(example, Mapping):  # whose networks are called with one input
+        example = tuple(example.values())
     inputs, axes, spec = _inputs(example, dynamic)
     # An axis of size 1 would be traced as one that never varies.
     sizes = {name: max(x.shape[k], 2) for x, own in zip(inputs, axes, strict=True) for k, name in own.items()}
