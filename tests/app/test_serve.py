@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -135,7 +136,20 @@ def test_a_body_without_a_length_is_read_only_up_to_the_limit(server: tuple[int,
     except (BrokenPipeError, ConnectionResetError):
         pass  # the server has closed the connection while the client still sends
     assert len(sent) < 2_000
-    assert kit.ask(server[0], b"", "text/csv", "?invert=perhaps")[0] == 422
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "reason"), [("?invert=perhaps", 422, "invert: "), ("/it", 404, "Not Found"), ("", 405, "GET ")]
+)
+def test_a_request_that_reaches_no_prediction_gets_the_reason(
+    server: tuple[int, int], query: str, status: int, reason: str
+) -> None:
+    with pytest.raises(HTTPError) as found:
+        urlopen(Request(f"http://127.0.0.1:{server[0]}/predict{query}", None if status == 405 else b""))
+    reply = json.load(found.value)
+    assert (found.value.code, reply.keys()) == (status, {"error"})
+    assert reason in reply["error"]
+    assert status != 405 or found.value.headers["Allow"] == "POST"
 
 
 def test_a_port_in_use_and_a_missing_extra_are_named(

@@ -54,7 +54,9 @@ def application(folder: Path, device: str) -> Any:
     """The FastAPI application of a run."""
     from fastapi import FastAPI, Request
     from fastapi.concurrency import run_in_threadpool
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse
+    from starlette.exceptions import HTTPException
 
     from bayestrain.app.report.page import render
 
@@ -70,6 +72,15 @@ def application(folder: Path, device: str) -> Any:
     @app.exception_handler(MemoryError)
     async def lacking(_: Request, error: Exception) -> Any:
         return JSONResponse({"error": f"The server has no room for this request: {error}."}, 503)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Any:
+        reason = f"{request.method} {request.url.path}: {error.detail}. Ask POST /predict, GET /health or GET /."
+        return JSONResponse({"error": reason}, error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Any:
+        return JSONResponse({"error": "; ".join(f"{own['loc'][-1]}: {own['msg']}" for own in error.errors())}, 422)
 
     @app.post("/predict")
     async def predict(request: Request, invert: bool | None = None) -> Any:
