@@ -16,7 +16,7 @@ from test_transformers import MODELS, TEXT, gpt2, llama, mixtral
 from torch import nn
 
 import bayestrain as bt
-from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
+from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::bayestrain.errors.HoldWarning")
 transformers = pytest.importorskip("transformers")
@@ -184,6 +184,57 @@ def test_a_wrong_description_is_refused(tmp_path: Path) -> None:
     save_file({**tensors, core: tensors[core].repeat(2, 1)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_cores_that_no_description_names_are_refused(name: str, tmp_path: Path) -> None:
+    model, _ = small(name)
+    model.save_pretrained(tmp_path)
+    found = type(model).from_pretrained(tmp_path)
+    for config in (model.config, type(model.config)(**model.config.to_diff_dict()), found.config):
+        with pytest.raises(DataError, match=r"cores of the layer '.*', which the model's config does not describe"):
+            type(model).from_pretrained(tmp_path, config=config)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path, config=config), model)
+    file = tmp_path / "config.json"
+    good = json.loads(file.read_text())
+    weights = good["quantization_config"]["weights"]
+    first, *others = weights
+    for wrong in ({key: weights[key] for key in others}, {"other." + first: weights[first]} | weights, {}):
+        wrong.pop(first, None)
+        file.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | {"weights": wrong}}))
+        with pytest.raises(DataError, match="which the model's config does not describe"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_config_that_describes_another_model_is_not_saved(tmp_path: Path) -> None:
+    small("gpt2")[0].save_pretrained(tmp_path / "small")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "small")
+    dense = transformers.AutoModelForCausalLM.from_config(config)
+    dense.save_pretrained(tmp_path / "dense")
+    written = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert not {"quantization_config", "transformers_weights"} & written.keys()
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), dense)
+    bt.tensorize_(dense, bt.TensorizeConfig(max_rank=2))
+    dense.save_pretrained(tmp_path / "again")
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), dense)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_plain_models_say_how_they_are_saved(name: str, tmp_path: Path) -> None:
+    model, batch = small(name)
+    plain: Any = bt.to_plain(model)
+    for part in (plain, plain.base_model):
+        with pytest.raises(ConfigError, match=r"to_plain has made.*torch\.save.*bayestrain\.export"):
+            part.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+    torch.save(plain, tmp_path / "plain.pt")
+    found = torch.load(tmp_path / "plain.pt", weights_only=False)
+    with torch.no_grad():
+        torch.testing.assert_close(found(**batch).logits, model(**batch).logits, atol=1e-4, rtol=1e-4)
+    model.save_pretrained(tmp_path / "model")  # which to_plain was given
+    dense: Any = bt.to_plain(gpt2())
+    dense.save_pretrained(tmp_path / "dense")
 
 
 def test_experts_that_are_factorised_are_described() -> None:

@@ -6,6 +6,7 @@ dense layers, since the library skips methods that it does not know.
 """
 
 import json
+import re
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from bayestrain.errors import ConfigError, ConversionError, DataError
 from bayestrain.files import write_json
 from bayestrain.formats import get
+from bayestrain.io.plain import PLAIN
 from bayestrain.io.save import LAYOUT, _built, _sizes
 from bayestrain.nn.convert import install
 from bayestrain.nn.factorized import FactorizedWeight, RankState
@@ -28,6 +30,7 @@ from bayestrain.nn.layout import Layout
 from bayestrain.nn.parameters import HOLDER
 
 METHOD, VERSION = "bayestrain", 1
+CORE = re.compile(rf"\.{HOLDER}\.(.+\.)?cores\.\d+$")
 REFUSAL = "This model has factorised layers. Run `import bayestrain` before loading it: pip install bayestrain"
 
 
@@ -119,29 +122,54 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings
+load = PreTrainedModel.from_pretrained.__func__
 
 
 @wraps(save)
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     config, weights = self.config, describe(self)
-    if not weights:
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    if PLAIN in vars(self):
+        raise ConfigError(
+            "from_pretrained cannot load what to_plain has made. Save it with torch.save(model, file) or "
+            "bayestrain.export(model, file), or save the model that to_plain was given."
+        )
+    if not weights and method != METHOD:
         return save(self, *args, **kwargs)
-    if getattr(config, "quantization_config", None) is not None:
+    if weights and method not in (None, METHOD):
         raise ConfigError("The model is quantised, too. Save it with bayestrain.save(model, folder) instead.")
-    tie_(self)
+    if weights:
+        tie_(self)
 
     def save_config(folder: Any, **options: Any) -> None:
         del vars(config)["save_pretrained"]
         config.save_pretrained(folder, **options)
         content = json.loads((file := Path(folder, "config.json")).read_text(encoding="utf-8"))
-        content["quantization_config"] = {"quant_method": METHOD, "version": VERSION, "weights": weights}
-        write_json(file, content | {"transformers_weights": REFUSAL})
+        about = {"quant_method": METHOD, "version": VERSION, "weights": weights}
+        new = {"quantization_config": about, "transformers_weights": REFUSAL}
+        rest = {key: value for key, value in content.items() if key not in new}  # it may describe another model
+        write_json(file, rest | new if weights else rest)
 
     vars(config)["save_pretrained"] = save_config  # for this once: a description that stayed would soon be wrong
     try:
         return save(self, *args, **kwargs)
     finally:
         vars(config).pop("save_pretrained", None)
+
+
+@wraps(load)
+def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    model, info = load(cls, *args, output_loading_info=True, **kwargs)
+    modules, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+    for key in sorted(key for key in info["unexpected_keys"] if CORE.search(key)):
+        path = key.partition(f".{HOLDER}")[0]
+        if not modules.keys().isdisjoint((path, prefix + path, path.removeprefix(prefix))):
+            raise DataError(
+                f"The files have cores of the layer {path!r}, which the model's config does not describe. Load without "
+                "config=, or with that of AutoConfig.from_pretrained, and leave quantization_config in it as it is."
+            )
+    return (model, info) if output_loading_info else model
 
 
 @wraps(resize)
@@ -156,3 +184,4 @@ def resize_token_embeddings(self: Any, new_num_tokens: Any = None, *args: Any, *
 
 
 PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings = save_pretrained, resize_token_embeddings
+PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[arg-type]

@@ -33,6 +33,9 @@ SLACK, ROWS = 1.1, 64
 SMALL = 0.4
 """In onnxruntime thin products with at most so many of the multiplications of the dense one are faster, as measured."""
 
+PLAIN = "made_plain"
+"""The attribute of models of `transformers` that `to_plain` has made, which their own methods cannot save."""
+
 POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -74,6 +77,9 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
         for layer in layers if form.tensors or form.whole else ():
             replacements[layer] = _module(layer, form, len(layers) == 1).train(layer.training)
     replace_layers(root, replacements)
+    for module in root.modules():
+        if hasattr(module, "save_pretrained") and not set(module.modules()).isdisjoint(replacements.values()):
+            setattr(module, PLAIN, True)
     for name, module in root.model.named_modules():
         if not smallest and isinstance(module, FactorizedWeight):
             raise ConversionError(f"No layer of BayesTrain's uses the weight {name!r}. Store its dense() instead.")
