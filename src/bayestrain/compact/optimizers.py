@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from bayestrain.errors import ConfigError
 _earlier_shapes: Any = WeakTensorKeyDictionary()
 """Parameters that were cut, with the shapes they had."""
 
+_checked: WeakSet[Optimizer] = WeakSet()
+"""Optimisers that have made a step since the latest cut."""
+
 _register_once = cache(register_optimizer_step_pre_hook)
 
 
@@ -26,9 +30,13 @@ def carry_state_(
     An optimiser not given here that has state of the old shape refuses its next step: a fused one would read too far.
     """
     _register_once(_refuse_old_state)
+    _checked.clear()
     refuse_other_shapes()
     optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
     _earlier_shapes.setdefault(parameter, []).append(before)
+    if isinstance(optimizer, torch.optim.LBFGS):  # one state, of all parameters together
+        optimizer.state.clear()
+        optimizer._numel_cache = None
     if optimizer is None or not (known := optimizer.state.pop(parameter, {})):
         return
     moments = {key: value for key, value in known.items() if isinstance(value, Tensor) and value.ndim}
@@ -40,14 +48,28 @@ def carry_state_(
 
 
 def _refuse_old_state(optimizer: Optimizer, *_: object) -> None:
+    if optimizer in _checked:
+        return
     for parameter, shapes in list(_earlier_shapes.items()):
-        state = optimizer.state.get(parameter, {})
-        for value in state.values():
-            if isinstance(value, Tensor) and value.shape != parameter.shape and value.shape in shapes:
-                raise ConfigError(
-                    f"{type(optimizer).__name__} has state of shape {tuple(value.shape)} for a core that compact_ has "
-                    f"cut to {tuple(parameter.shape)}. Call compact_(model, optimizer=optimizer), so that the state "
-                    "follows, or make a new optimiser."
-                )
-        if state:  # it has followed: no need to check this in every step
-            del _earlier_shapes[parameter]
+        for value in optimizer.state.get(parameter, {}).values():
+            known = isinstance(value, Tensor) and any(_fits(value, shape) for shape in shapes)
+            if known and not _fits(value, parameter.shape):
+                _refuse(optimizer, f"state of shape {tuple(value.shape)} for a core of {tuple(parameter.shape)}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        parameters = optimizer.param_groups[0]["params"]
+        flat, size = optimizer.state.get(parameters[0], {}).get("prev_flat_grad"), sum(p.numel() for p in parameters)
+        if flat is not None and len(flat) != size:
+            _refuse(optimizer, f"state of {len(flat)} numbers for parameters of {size}")
+    _checked.add(optimizer)
+
+
+def _fits(value: Tensor, shape: torch.Size) -> bool:
+    """Whether state is of a parameter of this shape, or of its rows or columns as Adafactor's is."""
+    return value.ndim == len(shape) and all(n in (1, size) for n, size in zip(value.shape, shape, strict=True))
+
+
+def _refuse(optimizer: Optimizer, what: str) -> None:
+    raise ConfigError(
+        f"{type(optimizer).__name__} has {what}, which compact_ has cut. Call compact_(model, optimizer=optimizer), so "
+        "that the state follows, or make a new optimiser."
+    )
