@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import subprocess
 import sys
@@ -122,6 +123,68 @@ class Odd(nn.Module):
         x = self.encoder(self.attention(x, x, x)[0])
         x = self.again(self.once(self.lstm(x)[0]))
         return self.head(x.to(self.head.weight.dtype))  # type: ignore[no-any-return]
+
+
+class Reading(nn.Module):
+    """Reads its layers' weights and settings in the ways in which people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias, self.helped, self.looped = nn.Linear(32, 32), nn.Linear(32, 32), nn.ModuleList([nn.Linear(32, 32)])
+        self.block, self.thin = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(32, 32))}), nn.Linear(32, 32)
+        self.conv, self.table = nn.Conv1d(32, 32, 3, stride=2), nn.Embedding(60, 32)
+
+    def helper(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.helped.weight, self.helped.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.helper(self.table(x % self.table.num_embeddings))
+        for layer in self.looped:
+            x = x @ layer.weight
+        fc = self.alias
+        x = sum([x @ self.block["inner"][i].weight for i in range(1)]) + fc.weight.sum() + fc.bias  # type: ignore[union-attr]
+        return self.conv(x.mT)[..., : x.shape[1] // self.conv.stride[0]] + len(self.conv.kernel_size)  # type: ignore[no-any-return]
+
+
+class Deeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading, self.head = Reading(), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.reading
+        return self.head(self.reading(x).mT) @ part.thin.weight.T * self.head.in_features  # type: ignore[no-any-return]
+
+
+def test_what_modules_around_a_layer_read_is_there() -> None:
+    model = Deeper()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=2, layout="split"), include=["all-linear", "*conv", "*table"])
+    assert not any(type(own) in (nn.Linear, nn.Conv1d, nn.Embedding) for own in model.modules())
+    plain, x = bt.to_plain(model), torch.arange(20).reshape(2, 10)
+    assert is_plain(plain)
+    assert close(plain(x), model(x))
+    assert isinstance(plain.head, nn.Sequential)  # only its settings are read
+    assert type(plain.reading.thin) is nn.Linear
+    layer = bt.TensorLinear(784, 625, in_modes=(7, 4, 7, 4), out_modes=(5, 5, 5, 5), max_rank=3)
+    assert copy.deepcopy(bt.to_plain(layer)).out_features == 625
+
+
+def test_whisper_reads_the_strides_of_its_convolutions() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64)
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    config = transformers.WhisperConfig(
+        vocab_size=99, d_model=48, num_mel_bins=40, max_source_positions=20, max_target_positions=10, **sizes, **tokens
+    )
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=2))
+    batch = {"input_features": torch.randn(2, 40, 40), "decoder_input_ids": torch.arange(8).reshape(2, 4)}
+    plain = bt.to_plain(model)
+    assert isinstance(plain.model.encoder.conv1, nn.Sequential)
+    with torch.no_grad():
+        assert close(plain(**batch).logits, model(**batch).logits)
 
 
 def test_modules_keep_their_classes_modes_hooks_and_what_they_share() -> None:

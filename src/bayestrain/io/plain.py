@@ -4,10 +4,11 @@ import copy
 import dis
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from functools import cache
 from string import ascii_letters
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,12 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
     for layers in users.values():
         form = _form(layers, not direct.isdisjoint(layers), smallest, folds)
         for layer in layers if form.tensors or form.whole else ():
-            replacements[layer] = _module(layer, form, len(layers) == 1).train(layer.training)
+            replacements[layer] = made = _module(layer, form, len(layers) == 1).train(layer.training)
+            known = {name: getattr(layer, name) for name in layer.settings if not hasattr(made, name)}
+            for name, value in known.items():  # which modules around it may read
+                setattr(made, name, value)
+            if isinstance(made, fx.GraphModule):
+                made.meta["_user_preserved_attributes"] = known  # in copies, too
     replace_layers(root, replacements)
     for module in root.modules():
         if hasattr(module, "save_pretrained") and not set(module.modules()).isdisjoint(replacements.values()):
@@ -86,18 +92,58 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
     return root.model
 
 
-def _read_directly(root: nn.Module) -> set[Any]:
-    """The layers whose weight the forward pass of a module around them reads, as attention does with its projection."""
-    found: set[Any] = set()
+def _read_directly(root: nn.Module) -> set[nn.Module]:
+    """The layers whose parameters the forward pass of a module around them reads, as that of attention does.
+
+    Where it is not plain which layers are read, as in loops, these are all that the code may mean.
+    """
+    found: set[nn.Module] = set()
     for parent in root.modules():
         kind = getattr(type(parent), "dense_kind", type(parent))
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        if code is not None and not issubclass(kind, nn.TransformerEncoderLayer):  # which only does on its fast path
-            names = [str(own.argval) if own.opname == "LOAD_ATTR" else "" for own in dis.get_instructions(code)]
-            for path in (list(path) for used, path in groupby(names, bool) if used):
-                if "weight" in path[1:]:
-                    with suppress(AttributeError):  # it is not of a module
-                        found.add(parent.get_submodule(".".join(path[: path.index("weight", 1)])))
+        if issubclass(kind, nn.TransformerEncoderLayer | nn.TransformerEncoder):  # which only do on their fast path
+            continue
+        for known, path in _reads(kind):  # type: ignore[arg-type]
+            if known:
+                with suppress(AttributeError):  # it is not of a module
+                    found.add(parent.get_submodule(".".join(path)))
+            elif path:
+                below, end = parent.named_modules(remove_duplicate=False), ".".join(("", *path))
+                found |= {module for name, module in below if f".{name}".endswith(end)}
+            else:
+                found |= set(_children(parent))
+    return found
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a module, and those in lists of modules."""
+    for child in module.children():
+        yield child
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            yield from _children(child)
+
+
+@cache
+def _reads(kind: type[nn.Module]) -> set[tuple[bool, tuple[str, ...]]]:
+    """What ``forward`` and the methods that it calls read a weight or bias of: whether ``self``'s, and the path."""
+    methods, found = ["forward"], set()
+    for method in methods:  # which grows
+        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+            function: Any = vars(base).get(method)
+            code = getattr(inspect.unwrap(getattr(function, "fget", function)), "__code__", None)
+            codes, first = ([code], code.co_varnames[:1]) if code else ([], ())
+            for part in codes:
+                codes += [own for own in part.co_consts if isinstance(own, CodeType)]
+                own, path = False, tuple[str, ...]()
+                for step in dis.get_instructions(part):
+                    if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                        if step.argval in ("weight", "bias") and (path or not own):
+                            found.add((own, path))
+                        if own and not path and step.argval not in methods:
+                            methods.append(step.argval)
+                        path += (step.argval,)
+                    elif step.opname != "EXTENDED_ARG":  # newer interpreters load two variables at once
+                        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+                        own, path = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and names[-1:] == first, ()
     return found
 
 
