@@ -175,6 +175,38 @@ def accelerated(folder: Path, kill: bool = False) -> tuple[nn.Module, list[int]]
     return model, sizes
 
 
+def test_a_state_from_after_the_final_cut_loads_without_lambda(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def start() -> tuple[Any, ...]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator, model = accelerate.Accelerator(cpu=True), kit.network()
+        prior, optimizer = bt.RankPrior(model, kit.TRAINED), torch.optim.Adam(model.parameters(), 1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.register_for_checkpointing(prior)
+        return accelerator, model, optimizer, prior
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (accelerator, model, optimizer, prior), (x, y) = start(), kit.batches()[0]
+    step(model, optimizer)
+    bt.compact_(model, 0.5, optimizer=optimizer)
+    prior.remove_()
+    step(model, optimizer)
+    accelerator.save_state(str(tmp_path))
+    accelerator, again, other, prior = start()
+    prior.remove_()
+    accelerator.load_state(str(tmp_path))
+    assert bt.ranks(again) == bt.ranks(model)
+    step(model, optimizer)
+    step(again, other)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.slow
 def test_an_accelerate_loop_killed_and_resumed_reaches_what_fit_reaches(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
