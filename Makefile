@@ -76,8 +76,8 @@ clean: ## remove environments, caches and build output; runs/ stays
 	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-lock: $(INSTALLED) ## write requirements.lock again, after a change of constraints.txt
-	$(BIN)/python tools/lock.py
+lock: $(INSTALLED) ## write requirements.lock again, after a change of constraints.txt; INDEX: address of a package index
+	$(BIN)/python tools/lock.py $(INDEX)
 
 # Installs again only when the dependencies or their pins changed. Every package is checked against its hash, except for
 # torch: its build depends on the machine.

@@ -1,4 +1,4 @@
-"""Write requirements.lock, the packages of constraints.txt with the hashes of their wheels: ``python tools/lock.py``.
+"""Write requirements.lock, what constraints.txt pins with the hashes of the wheels: ``python tools/lock.py INDEX``.
 
 The hashes are those that a package index publishes. torch is left out: which of its builds fits depends on the machine,
 and they come from different indexes, so only its version is pinned.
@@ -51,7 +51,7 @@ def hashes(name: str, version: str, index: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--index", default="https://pypi.org/simple", help="a package index (PEP 503)")
+    parser.add_argument("index", help="address of a package index (PEP 503), such as the one that pip uses")
     given = parser.parse_args()
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda pin: hashes(*pin, given.index), pins().items())
