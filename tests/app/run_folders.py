@@ -33,7 +33,7 @@ lr = 0.003
 LAYERS: dict[str, tuple[str, str, list[int], list[int], list[int]]] = {
     "features.conv": ("tt", "split", [32, 16, 3, 3], [18, 20, 9], [6, 9, 3]),
     "fc1": ("cp", "unsplit", [128, 784], [20], [7]),
-    "fc2": ("knot", "paired", [64, 128], [20, 20, 20, 20], [4, 11, 8, 2]),  # a format that nobody has heard of
+    "fc2": ("knot", "paired", [64, 128], [20, 20, 20, 20], [4, 11, 8, 2]),  # an unknown format
 }
 """Name: format, layout, shape, ranks at the start, ranks at the end."""
 

@@ -24,7 +24,7 @@ from bayestrain.errors import DataError
 MINI = Path(data.__file__).parent / "mnist_mini"
 FILES = data.SPECS["mnist-mini"].files
 NAMES = sorted(file.name for file in FILES)
-NOBODY = {"mirror": "http://127.0.0.1:9/"}  # the discard port: nothing listens
+CLOSED = {"mirror": "http://127.0.0.1:9/"}  # the discard port: no server listens
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -75,7 +75,7 @@ def test_a_mirror_fills_the_cache_and_only_what_is_missing_or_damaged_is_fetched
 ) -> None:
     url, folder = served
     cache = tmp_path / "cache" / "mini"
-    fetch(FILES, cache, [NOBODY, {"mirror": f"{url}/good/"}])
+    fetch(FILES, cache, [CLOSED, {"mirror": f"{url}/good/"}])
     assert names(cache) == NAMES  # raw files, and nothing temporary
     assert [file.read(cache) for file in FILES]
     fetch(FILES, cache, [])
@@ -93,7 +93,7 @@ def test_bad_mirrors_are_passed_over_and_named(served: tuple[str, Path], tmp_pat
     (folder / f"{FILES[1].name}.gz").write_bytes(gzip.compress(bytes(FILES[1].size)))
     none = {"archive": f"{url}/good/none.tar.gz", "sha256": "0" * 64}
     with pytest.raises(DataError) as caught:
-        fetch(FILES, tmp_path / "cache", [NOBODY, {"mirror": f"{url}/short/"}, {"mirror": f"{url}/good/"}, none])
+        fetch(FILES, tmp_path / "cache", [CLOSED, {"mirror": f"{url}/short/"}, {"mirror": f"{url}/good/"}, none])
     message = str(caught.value)
     for words in (f"lacks {FILES[0].name}, {FILES[1].name}", "mirror http://127.0.0.1:9/", "refused", f"{url}/short/",
                   f"its sha256 must be {FILES[1].sha256}", "404"):  # fmt: skip

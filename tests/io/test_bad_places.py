@@ -63,7 +63,7 @@ def test_a_full_disk_keeps_what_was_there(write: Any, tmp_path: Path) -> None:
 
 
 def as_nobody(folder: Path, write: Callable[[Path], None]) -> str:
-    """The error of a process that may not write into a folder; root may write everywhere, so it becomes somebody."""
+    """The error of a process that may not write into a folder; root may write anywhere, so it changes its user."""
     read, end = os.pipe()
     if (child := os.fork()) == 0:
         try:

@@ -1,4 +1,4 @@
-"""The model card: what is known, in the Hub's format, and never in the place of a README of somebody else."""
+"""The model card: what is known, in the Hub's format, and never in place of a README that `save` did not write."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ from bayestrain.train import RunFolder  # noqa: E402
 from bayestrain.train import config as configs  # noqa: E402
 from bayestrain.train.run import load_run, train_run  # noqa: E402
 
-NOBODY, LIBRARY = 65534, next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
+UNPRIVILEGED, LIBRARY = 65534, next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
 EXPECTED = (BayesTrainError, OSError, MemoryError)
 Tell = Callable[[str], object]
 
@@ -307,15 +307,15 @@ class Faults:
         if kind == "permissions":
             inside = [path for path in folder.rglob("*") if draw.random() < 0.5]
             for path in [folder, *folder.rglob("*")]:
-                os.chown(path, NOBODY, NOBODY)
+                os.chown(path, UNPRIVILEGED, UNPRIVILEGED)
             for path in draw.choice(([folder], inside, [folder, *inside])):
                 os.chown(path, 0, 0)
                 path.chmod(draw.choice((0o555, 0o500, 0o444)) if path.is_dir() else draw.choice((0o444, 0o400)))
 
             def drop() -> None:
                 os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
+                os.setgid(UNPRIVILEGED)
+                os.setuid(UNPRIVILEGED)
 
             return drop
         return lambda: None

@@ -12,7 +12,7 @@ from bayestrain.nn.linear import TensorLinear
 from bayestrain.nn.precision import transformed
 
 _PROJECTIONS: WeakKeyDictionary[nn.Module, TensorLinear] = WeakKeyDictionary()
-"""The layer that projects for each module; it belongs to nobody's ``state_dict``."""
+"""The layer that projects for each module; no ``state_dict`` contains it."""
 
 
 def attend(
