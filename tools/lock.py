@@ -28,12 +28,13 @@ OLD = re.compile(r"-(cp2\d+|cp3\d|cp310|pp\d+)-(?!abi3)")
 def pins() -> dict[str, str]:
     """Names and versions in constraints.txt, without those left out."""
     lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
-    found = dict(line.split("==") for line in lines if line)
+    found = dict(line.split("==", 1) for line in lines if line)
     return {name: version for name, version in found.items() if name not in LEFT_OUT}
 
 
 def hashes(name: str, version: str, index: str) -> list[str]:
-    """The SHA-256 of every wheel of a version that the index lists."""
+    """The SHA-256 of every wheel of a version that the index lists; what follows a semicolon says where it is used."""
+    version = version.split(";")[0].strip()
     normal = re.sub(r"[-_.]+", "-", name).lower()
     with urllib.request.urlopen(f"{index}/{normal}/") as answer:
         page = answer.read().decode()

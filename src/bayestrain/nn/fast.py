@@ -11,6 +11,9 @@ from typing import Any
 
 from bayestrain.errors import BayesTrainError
 
+found: Any = None
+"""What `fast` returned; code that is being compiled cannot call it."""
+
 
 @lru_cache(maxsize=1)
 def fast() -> Any:
@@ -18,4 +21,6 @@ def fast() -> Any:
     wanted = os.environ.get("BAYESTRAIN_PERF", "1")
     if wanted not in ("0", "1"):
         raise BayesTrainError(f"BAYESTRAIN_PERF must be 0 or 1, got {wanted!r}.")
-    return import_module("bayestrain.perf") if wanted == "1" else None
+    global found
+    found = import_module("bayestrain.perf") if wanted == "1" else None
+    return found

@@ -8,6 +8,7 @@ from torch import Size, Tensor, nn
 from bayestrain.errors import ShapeError
 from bayestrain.formats import Format
 from bayestrain.formats.modes import check_modes, choose_count
+from bayestrain.nn import chains
 from bayestrain.nn.layer import Modes, TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.precision import own_precision, product_dtype, traced
@@ -45,13 +46,30 @@ class TensorLinear(TensorLayer):
         return Layout((outputs, inputs), (outputs, inputs), (outs, ins), tuple(modes), layout)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """By the whole weight, or core by core where that takes fewer multiplications."""
-        if traced() or self.plan(x)[0] == "whole weight":
+        """By the whole weight, or core by core where that takes fewer multiplications.
+
+        While the pass is traced, two thin factors are the other choice: it must not depend on the number of rows.
+        """
+        if traced():
+            return self.by_factors(x)
+        if self.plan(x)[0] == "whole weight":
             return F.linear(x, self.weight, self.bias)
         dtype = product_dtype(x)
         with own_precision(x):
             y = self.factorized.multiply(x.to(dtype))
             return y if self.bias is None else y + self.bias.to(dtype)
+
+    def by_factors(self, x: Tensor) -> Tensor:
+        """By thin factors that bonds between inputs and outputs leave, or the whole weight where that is smaller."""
+        weight = self.factorized
+        thin, _ = chains.cheapest(chains.network(weight), weight.layout.labels, weight.shape, (1, 1))
+        if thin is None or thin.groups > 1:
+            return F.linear(x, self.weight, self.bias)
+        with own_precision(x):
+            factors = chains.kernels(weight, thin)
+        for factor in factors[:-1]:
+            x = F.linear(x, factor)
+        return F.linear(x, factors[-1], self.bias)
 
     def plan(self, x: Tensor) -> tuple[str, float]:
         rows = math.prod(x.shape[:-1])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,12 +15,16 @@ from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer, TensorLin
 from bayestrain.nn.precision import autocasts, own_precision, product_dtype, transformed
 from bayestrain.perf import planner, trains
 from bayestrain.perf.planner import Cost, Machine, Task, Train
+from bayestrain.perf.split import SplitLinear
 from bayestrain.perf.stacks import weight_together
 
 Made = TypeVar("Made")
 Cores = Collection[Tensor]
 Run = Callable[[Tensor], Tensor]
 Kept = dict[object, Any]  # what inference made of the current cores, by name
+
+KERNELS = torch.version.cuda is not None and find_spec("triton") is not None
+"""Whether `perf.kernels`, which are loaded when they are first used, run on this machine's GPUs."""
 
 MOST_KEPT = 256  # kinds of inputs for which a layer keeps how it runs them
 FILTERS_ON_CUDA = 8  # its convolutions want a multiple; two thin ones get filters of zeros up to the next
@@ -40,18 +45,27 @@ def multiply(layer: TensorLayer, x: Tensor) -> Tensor | None:
 
 def _linear(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Run:
     """How to run inputs like this one, with everything merged that depends on the cores alone."""
-    cuts, dtype, bias = _plan(layer, x, train, cores, kept is not None)[0].cuts, product_dtype(x), layer.bias
+    plan, dtype, bias = _plan(layer, x, train, cores, kept is not None)[0], product_dtype(x), layer.bias
+    cuts, inside, outputs = plan.cuts, math.prod(train.ins), layer.out_features
     if not cuts:
         weight = _weight(layer, x, train, cores, kept)
         if x.ndim == 2 and x.device.type == "cpu" and weight.numel() >= x.numel() and transformed():
             # Many networks at once (`torch.vmap`) get the gradient of a large weight in its own order.
             return lambda x: _plus((weight @ x.mT).mT.contiguous(), bias)
         return lambda x: F.linear(x, weight, bias)
+    if plan.fused:
+        pair = _made(kept, ("pair", cuts), x, lambda: trains.pair(train, cores, cuts[0]))
+        return lambda x: fused(x, pair, bias, train, cuts[0], dtype)
+    if train.middle and kept is None and not transformed() and x.is_cuda:
+        return (
+            lambda x: SplitLinear.apply(  # type: ignore[no-untyped-call]
+                x.reshape(-1, x.shape[-1]), bias, train, dtype, *cores
+            ).reshape(*x.shape[:-1], outputs)
+        )
     if train.middle:
         inner, outer = _made(kept, cuts, x, lambda: trains.halves(train, cores))
         return lambda x: F.linear(F.linear(x, inner), outer, bias)
     chain = _made(kept, (cuts, dtype), x, lambda: trains.factors(train, cores, cuts, dtype))
-    inside, outputs = math.prod(train.ins), layer.out_features
     if x.ndim == 2 and x.dtype == dtype and (math.prod(train.outs), inside) == train.shape and not autocasts(x):
         return lambda x: trains.multiply(x, chain, bias)
 
@@ -62,6 +76,20 @@ def _linear(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None
         return y.reshape(*x.shape[:-1], outputs)
 
     return run
+
+
+def fused(
+    x: Tensor, pair: tuple[Tensor, Tensor], bias: Tensor | None, train: Train, bond: int, dtype: torch.dtype
+) -> Tensor:
+    """``(.., inputs) -> (.., outputs)`` by the kernels for the two factors on both sides of a bond."""
+    from bayestrain.perf.kernels import TwoFactors
+
+    (a, b), (o1, i1, o2, i2), (outputs, inputs) = pair, train.sizes(bond), train.shape
+    rows = x.reshape(1, -1, x.shape[-1]).to(dtype)
+    bias = None if bias is None else F.pad(bias, (0, o1 * o2 - outputs))[None]
+    rows = F.pad(rows, (0, i1 * i2 - inputs))
+    y: Tensor = TwoFactors.apply(rows, a[None], b[None], bias, [o1, i1, o2, i2], False)  # type: ignore[no-untyped-call]
+    return y[..., :outputs].reshape(*x.shape[:-1], outputs)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
@@ -89,6 +117,30 @@ def _channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
+def compiled(layer: Any, x: Tensor) -> Tensor | None:
+    """The output of a linear layer by the kernels inside of ``torch.compile``, or None where they would not be faster.
+
+    What it chooses does not depend on the number of rows, so that another batch needs no other code.
+    """
+    if not (x.is_cuda and KERNELS and torch.compiler.is_compiling()) or torch.compiler.is_exporting():
+        return None
+    dtype, weight = product_dtype(x), layer.factorized
+    train, cores = trains.train_of.__wrapped__(weight.layout), list(weight.cores)  # a compiler ignores the cache
+    if train is None or train.middle or train.inputs_first or weight.format.name != "tt":
+        return None
+    best, work = 0, train.shape[0] * train.shape[1] * planner.CUDA.fused / planner.CUDA.rate
+    for bond, rank in enumerate(trains.ranks(cores)):
+        o1, i1, o2, i2 = (planner.tile(size) for size in train.sizes(bond))
+        own = rank * i1 * o2 * (i2 + o1)
+        if 0 < bond < len(train.outs) and max(o1, i1, o2, i2) <= planner.LARGEST_TILE and own < work:
+            best, work = bond, own
+    if not best or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    with own_precision(x):
+        pair = trains.pair(train, cores, best)
+    return fused(x, pair, layer.bias, train, best, dtype)
+
+
 def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, float, float] | None:
     """The plan for this input, its multiplications relative to dense, its seconds, and those of the dense layer.
 
@@ -101,8 +153,9 @@ def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, f
         found, task, machine = _plan(layer, x, train, cores, merged=not training)
     outputs, *inputs = layer.factorized.shape
     dense = planner.dense_cost(outputs, math.prod(inputs), task, machine)
-    kinds = "whole weight", "two convolutions" if train.inputs_first else "two factors", "core by core"
-    return kinds[min(len(found.cuts), 2)], found.operations / dense.operations, found.seconds, dense.seconds
+    two = "two convolutions" if train.inputs_first else "two factors, one kernel" if found.fused else "two factors"
+    kind = ("whole weight", two, "core by core")[min(len(found.cuts), 2)]
+    return kind, found.operations / dense.operations, found.seconds, dense.seconds
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -126,6 +179,8 @@ def _plan(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, merged: boo
     tf32 = cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
     task = Task(max(1, rows), dtype.itemsize, training, merged)
     machine = _machine(cuda, conv, dtype, tf32, 1 if cuda else torch.get_num_threads())
+    if cuda and not torch.cuda.is_current_stream_capturing():
+        machine = machine._replace(launch=planner.EAGER_LAUNCH)
     return planner.cheapest(train, trains.ranks(cores), task, machine), task, machine
 
 
@@ -133,11 +188,12 @@ def _plan(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, merged: boo
 def _machine(cuda: bool, conv: bool, dtype: torch.dtype, tf32: bool, threads: int) -> Machine:
     if cuda:
         machine = planner.CUDA_CONV if conv else planner.CUDA
-        times = 2.0 if dtype in (torch.bfloat16, torch.half) else 1.0 if tf32 else 0.15
+        times = 2.0 if dtype in (torch.bfloat16, torch.half) else 1.0 if tf32 and dtype == torch.float32 else 0.15
     else:
         machine = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD
         times = threads * (0.5 if dtype == torch.float64 else 1.0)
-    return machine._replace(rate=machine.rate * times)
+    quick = machine.fused * times if cuda and times >= 1 and KERNELS else 0.0
+    return machine._replace(rate=machine.rate * times, fused=quick)
 
 
 def _weight(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Tensor:

@@ -23,6 +23,7 @@ class Machine(NamedTuple):
         link: further seconds for every product of a chain.
         half: a product with a dimension of this size reaches half the rate.
         block: outputs are computed in blocks of this many.
+        fused: operations per second of the kernels for two factors (`perf.kernels`); 0 where there are none.
     """
 
     rate: float
@@ -31,16 +32,23 @@ class Machine(NamedTuple):
     link: float
     half: float
     block: int = 1
+    fused: float = 0.0
 
 
 CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half=6.0)
 """One thread of a server's CPU (AMD EPYC) in single precision, measured."""
 
-CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0)
+CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.2e14)
 """An NVIDIA H200 with TF32 and operations launched by a CUDA graph, measured."""
 
+EAGER_LAUNCH = 1e-5
+"""Seconds of an operation that Python launches one by one."""
+
+LARGEST_TILE = 128
+"""Rows or columns that a factor may have in the kernels: its tiles lie in registers."""
+
 CPU_THREAD_CONV = CPU_THREAD._replace(launch=3e-5, half=4.0, block=16)
-CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8)
+CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8, fused=0.0)
 """The same devices convolving."""
 
 
@@ -61,6 +69,11 @@ class Train:
         bonds = (self.middle,) if self.middle else tuple(range(1, len(self.outs)))
         yield from dict.fromkeys([(), *((bond,) for bond in bonds), bonds])
 
+    def sizes(self, bond: int) -> tuple[int, int, int, int]:
+        """Outputs and inputs of the factor before a bond, outputs and inputs of the one behind it."""
+        outs, ins = (self.outs[:bond], self.outs[bond:]), (self.ins[:bond], self.ins[bond:])
+        return math.prod(outs[0]), math.prod(ins[0]), math.prod(outs[1]), math.prod(ins[1])
+
     def runs(self, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
         """The first core of every factor and the one behind its last, in the order in which they act."""
         found = list(pairwise((0, *cuts, len(self.outs))))
@@ -77,11 +90,12 @@ class Task(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Predicted seconds and multiplications of one way to multiply, and its cuts."""
+    """Predicted seconds and multiplications of one way to multiply, its cuts, and whether one kernel does it."""
 
     seconds: float
     operations: float
     cuts: tuple[int, ...] = ()
+    fused: bool = False
 
 
 Product = tuple[int, int, int, int]  # (slices, n, k, columns): (n, k) times (k, columns) for each of so many slices
@@ -90,7 +104,10 @@ Product = tuple[int, int, int, int]  # (slices, n, k, columns): (n, k) times (k,
 @lru_cache(maxsize=4096)
 def cheapest(train: Train, ranks: tuple[int, ...], task: Task, machine: Machine) -> Cost:
     """The way predicted to be fastest; `ranks` has ones at both ends."""
-    return min(cost(train, ranks, cuts, task, machine) for cuts in train.cuts())
+    ways = [cost(train, ranks, cuts, task, machine) for cuts in train.cuts()]
+    if machine.fused and not train.middle:
+        ways += [fused(train, ranks, bond, task, machine) for bond in range(1, len(train.outs))]
+    return min(ways)
 
 
 def cost(train: Train, ranks: tuple[int, ...], cuts: tuple[int, ...], task: Task, machine: Machine) -> Cost:
@@ -115,6 +132,27 @@ def cost(train: Train, ranks: tuple[int, ...], cuts: tuple[int, ...], task: Task
         return _cost(products, [0 if task.merged else ins * done * twice], task, machine)
     copies += [(ins + done) * task.rows] * twice  # the batch becomes the last axis and back
     return _cost(products, copies, task, machine, cuts, links=len(runs))
+
+
+def fused(train: Train, ranks: tuple[int, ...], bond: int, task: Task, machine: Machine) -> Cost:
+    """What the kernels take for the two factors on both sides of a bond; infinite where a factor is too large."""
+    sizes, rank = train.sizes(bond), ranks[bond]
+    if max(sizes) > LARGEST_TILE:
+        return Cost(math.inf, math.inf)
+    merges = () if task.merged else [*_merges(train, ranks, 0, bond), *_merges(train, ranks, bond, len(train.outs))]
+    merging = _cost(list(merges), [], task, machine)
+    o1, i1, o2, i2 = map(tile, sizes)
+    passes = 4 if task.training else 1  # the kernel that sums gradients computes both products again
+    done = passes * task.rows * rank * (i1 * i2 * o2 + o1 * i1 * o2)
+    moved = task.itemsize * task.rows * (math.prod(train.ins) + math.prod(train.outs)) * (3 if task.training else 1)
+    launches = 6 if task.training else 1
+    seconds = launches * machine.launch + max(2.0 * done / machine.fused, moved / machine.bandwidth)
+    return Cost(merging.seconds + seconds, merging.operations + done, (bond,), fused=True)
+
+
+def tile(size: int) -> int:
+    """Rows or columns of the tile of a kernel that holds so many: a power of two, as matrix units take them."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def dense_cost(outputs: int, inputs: int, task: Task, machine: Machine) -> Cost:

@@ -46,15 +46,19 @@ def factors(
     train: Train, cores: Collection[Tensor], cuts: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> list[Factor]:
     """The factors between the bonds `cuts`, in the order in which they act."""
-    places = zip(cores, pairwise(ranks(cores)), train.outs, train.ins, strict=True)
-    four_way = [core.reshape(left, m, j, right) for core, (left, right), m, j in places]
-    batch, found = math.prod(train.ins), []
+    four_way, batch, found = _four_way(train, cores), math.prod(train.ins), []
     for first, last in train.runs(cuts):
         run = _merged(four_way[first:last])
         run = run.permute(3, 1, 2, 0) if train.inputs_first else run
         batch //= run.shape[2]  # a factor acts once for each input that is left to do
         found.append((run.reshape(run.shape[0] * run.shape[1], -1).to(dtype), batch))
     return found
+
+
+def pair(train: Train, cores: Collection[Tensor], bond: int) -> tuple[Tensor, Tensor]:
+    """The factors on both sides of a bond of paired modes: ``(rank, outputs * inputs)`` each."""
+    left, right = (_merged(own) for own in (_four_way(train, cores)[:bond], _four_way(train, cores)[bond:]))
+    return left.reshape(-1, left.shape[-1]).mT, right.reshape(len(right), -1)
 
 
 def halves(train: Train, cores: Collection[Tensor]) -> tuple[Tensor, Tensor]:
@@ -104,6 +108,12 @@ def _product(matrix: Tensor, state: Tensor) -> Tensor:
     if batch == 1:
         return (matrix @ state.squeeze(0)).unsqueeze(0)
     return torch.bmm(matrix.expand(batch, -1, -1), state)
+
+
+def _four_way(train: Train, cores: Collection[Tensor]) -> list[Tensor]:
+    """The cores as ``(left, outputs, inputs, right)``."""
+    places = zip(cores, pairwise(ranks(cores)), train.outs, train.ins, strict=True)
+    return [core.reshape(left, m, j, right) for core, (left, right), m, j in places]
 
 
 def _merged(cores: Sequence[Tensor]) -> Tensor:
