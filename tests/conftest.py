@@ -14,6 +14,9 @@ except ImportError:
 
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():  # before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

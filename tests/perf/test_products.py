@@ -53,6 +53,24 @@ def test_the_fast_pass_is_the_readable_one(kind: str, training: bool) -> None:
     torch.testing.assert_close(everything(own, x, y), everything(own, x, own.multiply(x)), **CLOSE)
 
 
+@pytest.mark.parametrize(("ins", "outs"), [((2, 3, 4), (6, 5)), ((3, 3, 3), (2, 4, 4)), ((24,), (30,))])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_node_for_two_factors_has_all_derivatives(ins: tuple[int, ...], outs: tuple[int, ...], bias: bool) -> None:
+    """Also where the modes are padded, where some tensors need no gradient, and a second time."""
+    own = TensorLinear(24, 30, bias, layout="split", in_modes=ins, out_modes=outs, max_rank=4).double()
+    x = torch.randn(3, 2, 24, dtype=torch.float64, requires_grad=True)
+    own.cores[0].requires_grad_(False)
+    wanted = [x, *(parameter for parameter in own.parameters() if parameter.requires_grad)]
+
+    def derivatives(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y.pow(3).sum(), wanted, create_graph=True)
+        return [y, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), wanted)]
+
+    torch.testing.assert_close(derivatives(own(x)), derivatives(F.linear(x, own.weight, own.bias)), **CLOSE)
+    frozen = own.requires_grad_(False)(x)
+    torch.testing.assert_close(torch.autograd.grad(frozen.sum(), x), torch.autograd.grad(own.to_dense()(x).sum(), x))
+
+
 @pytest.mark.parametrize("kind", ["paired", "padded"])
 def test_every_chain_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trains, "ROWS_AT_ONCE", 8)

@@ -56,12 +56,10 @@ def _linear(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None
     if plan.fused:
         pair = _made(kept, ("pair", cuts), x, lambda: trains.pair(train, cores, cuts[0]))
         return lambda x: fused(x, pair, bias, train, cuts[0], dtype)
-    if train.middle and kept is None and not transformed() and x.is_cuda:
-        return (
-            lambda x: SplitLinear.apply(  # type: ignore[no-untyped-call]
-                x.reshape(-1, x.shape[-1]), bias, train, dtype, *cores
-            ).reshape(*x.shape[:-1], outputs)
-        )
+    if train.middle and kept is None and not transformed():
+        rows = x.reshape(-1, x.shape[-1])
+        apply: Any = SplitLinear.apply
+        return lambda x: apply(rows, bias, train, dtype, *cores).reshape(*x.shape[:-1], outputs)
     if train.middle:
         inner, outer = _made(kept, cuts, x, lambda: trains.halves(train, cores))
         return lambda x: F.linear(F.linear(x, inner), outer, bias)
