@@ -82,11 +82,15 @@ def test_outputs_and_gradients_are_those_of_the_definition(
         assert error(found, right) <= TOLERANCE[kind]
 
 
-def test_one_tile_holds_several_samples_or_a_part_of_one() -> None:
-    sizes = [128, 65, 16, 100]
+@pytest.mark.parametrize("sizes", [[128, 65, 16, 100], [128, 128, 128, 128], [3, 2, 5, 4]])
+def test_tiles_hold_several_small_samples_or_a_large_one(sizes: list[int]) -> None:
     tensors = example(1, 3, 2, sizes, torch.float32, torch.float32)
-    assert error(product(*tensors, sizes), plain(*tensors, sizes)) < 2e-5
-    assert kernels.packed(sizes) > 1
+    assert (kernels.options(sizes, tensors[0], kernels.WIDE)["P"] > 1) == (min(sizes) <= 64)
+    y, wanted = product(*tensors, sizes), plain(*tensors, sizes)
+    g = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(own, tensors, g) for own in (y, wanted))
+    for found, right in zip((y, *ours), (wanted, *theirs), strict=True):
+        assert error(found, right) < 2e-5
 
 
 def test_second_derivatives() -> None:
@@ -132,6 +136,7 @@ def test_the_operators_are_what_compilers_expect(op: str) -> None:
 def test_a_layer_multiplies_by_them_with_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the planner chooses on a GPU: here it is asked on a CPU, where the interpreter runs the kernels."""
     x = torch.randn(3, 5, 250, requires_grad=True, device=DEVICE)
+    # 256 inputs and 132 outputs inside
     layer = TensorLinear(250, 130, in_modes=(16, 16), out_modes=(12, 11), max_rank=2).to(DEVICE)
     weight, bias = nn.Parameter(layer.weight.detach()), layer.bias
     train, cores = layers.used(layer)

@@ -5,7 +5,6 @@ factors. The gradient of x is the same product with both factors transposed. The
 comes with PyTorch for CUDA.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,56 +15,59 @@ from torch import Tensor
 
 from bayestrain.perf.planner import tile
 
-TILE = 64  # so many columns, and more samples are packed into a tile
+WIDE, NARROW = 128, 64  # so many columns, and more samples are packed into a tile: of products, and of gradients
 PROGRAMS = 528  # that sum up gradients, about: some for every multiprocessor of a large GPU
 
 Sizes = Sequence[int]
 """Outputs and inputs of the first factor, outputs and inputs of the second one."""
 
 
-def packed(sizes: Sizes) -> int:
-    """How many samples a tile holds."""
-    return max(1, TILE // min(map(tile, sizes)))
+def options(sizes: Sizes, x: Tensor, columns: int) -> dict[str, Any]:
+    """Tiles, samples in a tile, and what else a kernel is compiled with."""
+    tiles = dict(zip(("O1", "I1", "O2", "I2"), map(tile, sizes), strict=True))
+    large = max(tiles.values()) * x.element_size() > 2 * NARROW * 4 - 1
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return tiles | {
+        "P": max(1, (NARROW if large else columns) // min(tiles.values())), "PRECISION": "ieee" if exact else "tf32",
+        "num_warps": 8 if columns == WIDE or max(tiles.values()) > NARROW else 4, "num_stages": 1 if large else 3,
+    }  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
-    x, a, b, bias, y, count, i1, i2, o1, o2, rank, a_net, a_r, a_at, b_net, b_r, b_at, bias_net,
+    x, a, b, bias, y, count, i1, i2, o1, o2, rank,
     I1: tl.constexpr, I2: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, P: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``Y = sum_r A_r X B_r^T`` for P samples of a network; their rows, and columns, lie side by side in a tile."""
     first, net = tl.program_id(0).to(tl.int64) * P, tl.program_id(1).to(tl.int64)
-    a, b = a + net * a_net, b + net * b_net
+    a, b = a + net * rank * o1 * i1, b + net * rank * o2 * i2
     ni, no, mi, mo = tl.arange(0, I1), tl.arange(0, O1), tl.arange(0, I2), tl.arange(0, O2)
     row = tl.arange(0, I1 * P)  # row i * P + p is row i of sample p
     sample = first + row % P
     at = (net * count + sample[:, None]) * i1 * i2 + (row // P)[:, None] * i2 + mi[None, :]
     inside = (sample < count)[:, None] & (row // P < i1)[:, None] & (mi < i2)[None, :]
     X = tl.load(x + at, mask=inside, other=0.0)
-    if TRANSPOSED:  # the factors as they are stored map outputs to inputs
-        at_a, at_b = ni[None, :] * o1 + no[:, None], mi[:, None] * o2 + mo[None, :]
-    else:
-        at_a, at_b = no[:, None] * i1 + ni[None, :], mo[None, :] * i2 + mi[:, None]
+    at_a, at_b = no[:, None] * i1 + ni[None, :], mo[None, :] * i2 + mi[:, None]
     in_a, in_b = (no < o1)[:, None] & (ni < i1)[None, :], (mi < i2)[:, None] & (mo < o2)[None, :]
     Y = tl.zeros((O1, P * O2), tl.float32)
     for r in range(rank):
-        B = tl.load(b + r * b_r + at_b * b_at, mask=in_b, other=0.0).to(X.dtype)
+        B = tl.load(b + r * o2 * i2 + at_b, mask=in_b, other=0.0).to(X.dtype)
         Z = tl.dot(X, B, input_precision=PRECISION).to(X.dtype)
-        A = tl.load(a + r * a_r + at_a * a_at, mask=in_a, other=0.0).to(X.dtype)
+        A = tl.load(a + r * o1 * i1 + at_a, mask=in_a, other=0.0).to(X.dtype)
         Y = tl.dot(A, tl.reshape(Z, (I1, P * O2)), Y, input_precision=PRECISION)
     column = tl.arange(0, P * O2)  # column p * O2 + q is column q of sample p
     sample, q = first + column // O2, column % O2
     place = no[:, None] * o2 + q[None, :]
     inside = (no < o1)[:, None] & ((q < o2) & (sample < count))[None, :]
     if BIAS:
-        Y += tl.load(bias + net * bias_net + place, mask=inside, other=0.0).to(tl.float32)
+        Y += tl.load(bias + net * o1 * o2 + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + (net * count + sample[None, :]) * o1 * o2 + place, Y.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradients(  # type: ignore[no-untyped-def]
-    x, g, a, b, of_a, of_b, count, i1, i2, o1, o2, a_net, a_r, a_at, b_net, b_r, b_at, rounds,
+    x, g, a, b, of_a, of_b, count, i1, i2, o1, o2, rounds,
     I1: tl.constexpr, I2: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +76,9 @@ def _gradients(  # type: ignore[no-untyped-def]
     ni, no, mi, mo = tl.arange(0, I1), tl.arange(0, O1), tl.arange(0, I2), tl.arange(0, O2)
     in_a, in_b = (no < o1)[:, None] & (ni < i1)[None, :], (mo < o2)[:, None] & (mi < i2)[None, :]
     at_a, at_b = no[:, None] * i1 + ni[None, :], mo[:, None] * i2 + mi[None, :]
-    A = tl.load(a + net * a_net + r * a_r + at_a * a_at, mask=in_a, other=0.0).to(x.dtype.element_ty)
-    B = tl.load(b + net * b_net + r * b_r + at_b * b_at, mask=in_b, other=0.0).to(x.dtype.element_ty)
+    own = net * tl.num_programs(0) + r
+    A = tl.load(a + own * o1 * i1 + at_a, mask=in_a, other=0.0).to(x.dtype.element_ty)
+    B = tl.load(b + own * o2 * i2 + at_b, mask=in_b, other=0.0).to(x.dtype.element_ty)
     row, column = tl.arange(0, I1 * P), tl.arange(0, P * O2)
     at_x, in_x = (row // P)[:, None] * i2 + mi[None, :], (row // P < i1)[:, None] & (mi < i2)[None, :]
     at_g = no[:, None] * o2 + (column % O2)[None, :]
@@ -95,44 +98,45 @@ def _gradients(  # type: ignore[no-untyped-def]
     tl.store(of_b + place * o2 * i2 + at_b, dB, mask=in_b)
 
 
-@torch.library.custom_op("bayestrain::two_factors", mutates_args=())
-def two_factors(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
+def multiply(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
     """``(n, samples, i1 * i2)`` times the weights of n networks, ``(n, R, o1 * i1)`` and ``(n, R, o2 * i2)``.
 
-    Factors may be more precise than x, and in any strides. Transposed, x has the outputs and the result the inputs.
+    Factors may be more precise than x. Transposed, x has the outputs and the result the inputs.
     """
-    (o1, i1, o2, i2), (nets, count, _), x = sizes, x.shape, x.contiguous()
-    if transposed:
+    (nets, count, _), rank = x.shape, a.shape[1]
+    o1, i1, o2, i2 = sizes
+    if transposed:  # matrix units want the axis that is summed to be the last one
+        a, b = a.unflatten(2, (o1, i1)).mT, b.unflatten(2, (o2, i2)).mT
         o1, i1, o2, i2 = i1, o1, i2, o2
-    y, samples = x.new_empty(nets, count, o1 * o2), packed(sizes)
-    if not y.numel():
-        return y
-    tiles = dict(zip(("I1", "I2", "O1", "O2"), map(tile, (i1, i2, o1, o2)), strict=True))
-    _multiply[(-(-count // samples), nets)](
-        x, a, b, bias, y, count, i1, i2, o1, o2, a.shape[1], *a.stride(), *b.stride(),
-        0 if bias is None else bias.stride(0), **tiles, P=samples, TRANSPOSED=transposed, BIAS=bias is not None,
-        PRECISION=_precision(x), num_warps=_warps(tiles, samples),
-    )  # fmt: skip
+    x, a, b, y = x.contiguous(), a.contiguous(), b.contiguous(), x.new_empty(nets, count, o1 * o2)
+    how = options((o1, i1, o2, i2), x, WIDE)
+    if y.numel():
+        own = bias if bias is None else bias.contiguous()
+        _multiply[(-(-count // how["P"]), nets)](
+            x, a, b, own, y, count, i1, i2, o1, o2, rank, **how, BIAS=bias is not None
+        )
     return y
 
 
-@torch.library.custom_op("bayestrain::two_factors_gradients", mutates_args=())
-def gradients(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The gradients of both factors of `two_factors`."""
-    (o1, i1, o2, i2), (nets, count, _), x, g = sizes, x.shape, x.contiguous(), g.contiguous()
-    samples, rank = packed(sizes), a.shape[1]
-    turns = -(-count // samples)
-    rounds = -(-turns // max(1, min(turns, PROGRAMS // (rank * nets))))
-    parts = -(-turns // max(rounds, 1))
-    found = [a.new_empty(nets, parts, rank, own.shape[2], dtype=torch.float32) for own in (a, b)]
-    if not parts:
+def sums(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """The gradients of both factors of `multiply`, not transposed."""
+    (o1, i1, o2, i2), (nets, count, _), rank = sizes, x.shape, a.shape[1]
+    if not count:
         return torch.zeros_like(a), torch.zeros_like(b)
-    tiles = dict(zip(("I1", "I2", "O1", "O2"), map(tile, (i1, i2, o1, o2)), strict=True))
+    how = options(sizes, x, NARROW)
+    turns = -(-count // how["P"])
+    rounds = -(-turns // max(1, min(turns, PROGRAMS // (rank * nets))))
+    parts = -(-turns // rounds)
+    found = [own.new_empty(nets, parts, *own.shape[1:], dtype=torch.float32) for own in (a, b)]
     _gradients[(rank, parts, nets)](
-        x, g, a, b, *found, count, i1, i2, o1, o2, *a.stride(), *b.stride(), rounds, **tiles, P=samples,
-        PRECISION=_precision(x), num_warps=_warps(tiles, samples),
-    )  # fmt: skip
+        x.contiguous(), g.contiguous(), a.contiguous(), b.contiguous(), *found, count, i1, i2, o1, o2, rounds, **how
+    )
     return found[0].sum(1).to(a.dtype), found[1].sum(1).to(b.dtype)
+
+
+two_factors = torch.library.custom_op("bayestrain::two_factors", multiply, mutates_args=())
+gradients = torch.library.custom_op("bayestrain::two_factors_gradients", sums, mutates_args=())
+"""The same for compilers, which do not look inside. A call of them takes longer."""
 
 
 @two_factors.register_fake
@@ -161,7 +165,8 @@ class TwoFactors(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
-        return two_factors(x, a, b, bias, sizes, transposed)  # type: ignore[no-any-return]
+        run = two_factors if torch.compiler.is_compiling() else multiply
+        return run(x, a, b, bias, sizes, transposed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
@@ -191,7 +196,8 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        return gradients(x, g, a, b, sizes)  # type: ignore[no-any-return]
+        run = gradients if torch.compiler.is_compiling() else sums
+        return run(x, g, a, b, sizes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG004
@@ -225,12 +231,3 @@ def _together(nets: int, dims: Sequence[int | None], tensors: Sequence[Tensor | 
         moved = moved if moved is None or at is not None else moved.expand(nets, *moved.shape)
         found.append(None if moved is None else moved.flatten(0, 1))
     return found
-
-
-def _precision(x: Tensor) -> str:
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if exact else "tf32"
-
-
-def _warps(tiles: dict[str, int], samples: int) -> int:
-    return 8 if samples * math.prod((tiles["O1"], tiles["O2"])) > TILE * TILE else 4

@@ -84,10 +84,12 @@ def fused(
 
     (a, b), (o1, i1, o2, i2), (outputs, inputs) = pair, train.sizes(bond), train.shape
     rows = x.reshape(1, -1, x.shape[-1]).to(dtype)
-    bias = None if bias is None else F.pad(bias, (0, o1 * o2 - outputs))[None]
-    rows = F.pad(rows, (0, i1 * i2 - inputs))
-    y: Tensor = TwoFactors.apply(rows, a[None], b[None], bias, [o1, i1, o2, i2], False)  # type: ignore[no-untyped-call]
-    return y[..., :outputs].reshape(*x.shape[:-1], outputs)
+    rows = rows if inputs == i1 * i2 else F.pad(rows, (0, i1 * i2 - inputs))
+    own = None if bias is None else bias[None]
+    own = own if own is None or outputs == o1 * o2 else F.pad(own, (0, o1 * o2 - outputs))
+    y: Tensor = TwoFactors.apply(rows, a[None], b[None], own, [o1, i1, o2, i2], False)  # type: ignore[no-untyped-call]
+    y = y if outputs == o1 * o2 else y[..., :outputs]
+    return y.reshape(*x.shape[:-1], outputs)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ class Machine(NamedTuple):
 CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half=6.0)
 """One thread of a server's CPU (AMD EPYC) in single precision, measured."""
 
-CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.2e14)
+CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.05e14)
 """An NVIDIA H200 with TF32 and operations launched by a CUDA graph, measured."""
 
 EAGER_LAUNCH = 1e-5
