@@ -159,3 +159,37 @@ def test_the_planner_takes_the_kernels_where_they_are_faster() -> None:
     assert not planner.cheapest(large, (1, 4, 4, 4, 1), task, planner.CUDA._replace(fused=0.0)).fused
     huge = planner.Train((256, 256), (256, 256), (65536, 65536))
     assert not planner.cheapest(huge, (1, 2, 1), task, planner.CUDA).fused
+
+
+@pytest.mark.skipif(not CUDA or fast() is None, reason="needs a CUDA device, and perf")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_eager_compiled_and_captured_layers_agree(autocast: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    layer = TensorLinear(4096, 4000, max_rank=2).cuda()
+    x = torch.randn(2048, 4096, device="cuda", requires_grad=True)
+    expected = layers.expect(layer, x, training=True)
+    assert expected is not None and expected[0] == "two factors, one kernel"
+    g = torch.randn(2048, 4000, device="cuda")
+
+    def passes(run: Any) -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            y = run(x)
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], g.to(y.dtype))]
+
+    wanted = passes(layer.to_dense())[:2]
+    eager = passes(layer)
+    torch._dynamo.reset()
+    compiled = passes(torch.compile(layer, fullgraph=True))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        passes(layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        replayed = passes(layer)
+    graph.replay()
+    torch.cuda.synchronize()
+    tolerance = 1e-2 if autocast else 3e-3
+    assert all(error(found, right) < tolerance for found, right in zip(eager, wanted, strict=False))
+    for found in (compiled, replayed):
+        assert all(error(own, right) < tolerance for own, right in zip(found, eager, strict=True))
