@@ -320,8 +320,9 @@ def page(results: Path) -> str:
     """The page of recorded results."""
     report = json.loads((results / "pretrained.json").read_text())
     about, text = report["environment"], INTRODUCTION
+    machine = ", ".join(filter(None, [about["cpu"], about["gpu"]]))
     text += (
-        f"\n{about['cpu']}; torch {about['torch']}; Python {about['python']}; commit {str(about['commit'])[:10]}; "
+        f"\n{machine}; torch {about['torch']}; Python {about['python']}; commit {str(about['commit'])[:10]}; "
         f"{about['started'][:10]}; {report['images']:,} test images, {report['calibration']:,} for calibration; "
         f"`{report['command']}`.\n"
     )

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=kinds(), help="what compress_ may use; all, if left out")
     parser.add_argument("--calibration", type=int, default=1_024, help="training images for calibration")
     parser.add_argument("--teacher", type=int, help="depth of the teacher; the original, if left out; 0: none")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=20, help="0: only compress")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--lr", type=float, default=0.05)
@@ -70,6 +70,8 @@ def main() -> None:
         batches = normalised(train.images[: given.calibration] / 255).split(128)
         print(bt.compress_(model, ratio=given.ratio, calibration=batches, formats=given.formats))
         bt.save(model, compressed)
+    if not given.epochs:
+        return
     model = bt.load(compressed, into=pretrained(given.folder, given.depth))
     teacher = None if given.teacher == 0 else pretrained(given.folder, given.teacher or given.depth)
     run = given.out / "fit"

@@ -14,7 +14,7 @@ import trust_kit
 
 import bayestrain as bt
 from bayestrain.train import config
-from benchmarks import old_and_new, posteriors, scaling, uci
+from benchmarks import old_and_new, posteriors, pretrained, scaling, uci
 from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +125,13 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
 def test_the_page_of_speed_is_up_to_date() -> None:
     page = old_and_new.RESULTS / "README.md"
     assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
+
+
+def test_the_page_of_pretrained_networks_is_up_to_date() -> None:
+    known = pretrained.RESULTS / "PRETRAINED.md"
+    if not known.exists():
+        pytest.skip("benchmarks/pretrained.py has not been run yet")
+    assert known.read_text() == pretrained.page(pretrained.RESULTS), "run `python benchmarks/pretrained.py --page`"
 
 
 def test_the_pages_of_posteriors_are_up_to_date() -> None:
