@@ -4,10 +4,10 @@ INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-faults fuzz soak coverage mutants lint docs wheel lock clean
-.PHONY: bench bench-gpu bench-layers bench-pretrained bench-export bench-posterior bench-uci
+.PHONY: bench bench-gpu bench-layers bench-pretrained bench-export bench-posterior bench-uci record-finetune record-gpt
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make the environment .venv
 
@@ -69,6 +69,16 @@ bench-posterior: $(INSTALLED) ## how wide and how right posteriors are: linear m
 
 bench-uci: $(INSTALLED) ## regression on the nine UCI sets in the folder DATA under Gal's splits, resumable
 	$(BIN)/python benchmarks/uci.py $(DATA)
+
+record-finetune: $(INSTALLED) ## ResNets in the folder DATA, compressed and fine-tuned on a GPU, into runs/
+	$(BIN)/python -m records.finetune --folder $(DATA) --depth 56 --ratio 2 --out runs/resnet56-2x --device cuda
+	$(BIN)/python -m records.finetune --folder $(DATA) --depth 56 --ratio 4 --out runs/resnet56-4x --device cuda
+	$(BIN)/python -m records.finetune --folder $(DATA) --depth 20 --ratio 4 --out runs/resnet20-4x --device cuda
+
+record-gpt: $(INSTALLED) ## a character GPT on a GPU, dense, 8 and 20 times smaller, into runs/; TEXT: Tiny Shakespeare
+	$(BIN)/python -m records.gpt --text $(TEXT) --out runs/gpt-dense --dense --steps 3000 --device cuda
+	$(BIN)/python -m records.gpt --text $(TEXT) --out runs/gpt-8x --ratio 8 --dropout 0.1 --device cuda
+	$(BIN)/python -m records.gpt --text $(TEXT) --out runs/gpt-20x --ratio 20 --rank 64 --dropout 0.05 --steps 8000 --device cuda
 
 -include paper/Makefile
 

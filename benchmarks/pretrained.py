@@ -1,12 +1,13 @@
 """Pretrained networks made smaller without training: accuracy against size, for every format and for other methods.
 
     python benchmarks/pretrained.py FOLDER                   # FOLDER has resnet20-*.th, resnet32-*.th and resnet56-*.th
-    python benchmarks/pretrained.py FOLDER --images 2000     # fewer test images
+    python benchmarks/pretrained.py FOLDER --device cuda     # test images pass on a GPU; decompositions stay on the CPU
+    python benchmarks/pretrained.py FOLDER --resume          # keep the rows that an earlier run has left
     python benchmarks/pretrained.py --page                   # only write the page of results again
 
 The networks are those of akamaster/pytorch_resnet_cifar10, the data CIFAR-10 (`bayestrain data get cifar10`).
-Calibration uses training images without their labels. Writes ``results/benchmarks/pretrained.json`` and, beside it,
-``PRETRAINED.md``.
+Calibration uses training images without their labels. Layers are decomposed in several processes. Writes
+``results/benchmarks/pretrained.json`` after every row and, beside it, ``PRETRAINED.md``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import argparse
 import copy
 import json
 import math
+import multiprocessing
+import os
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +36,8 @@ from torch import Tensor, nn
 import bayestrain as bt
 from bayestrain.compress import candidates, compression, moments
 from bayestrain.compress.compression import LayerCurve
-from bayestrain.compress.curves import Point
+from bayestrain.compress.curves import Point, Target, points
+from bayestrain.files import write_atomically
 from bayestrain.train.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "benchmarks"
@@ -94,17 +101,18 @@ def pretrained(folder: Path, depth: int) -> ResNet:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """As the networks were trained."""
-    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (MEAN, STD))
-    return (images.float() / 255 - mean) / std
+    """Images in [0, 1] as the networks were trained with."""
+    mean, std = (torch.tensor(numbers, device=images.device)[:, None, None] for numbers in (MEAN, STD))
+    return (images - mean) / std
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Percent of correct classes."""
-    pairs = zip(images.split(250), labels.split(250), strict=True)
-    right = [int((model.eval()(normalised(x)).argmax(1) == y).sum()) for x, y in pairs]
-    return 100 * sum(right) / len(labels)
+    model = copy.deepcopy(model).to(images.device).eval()
+    pairs = zip(images.split(1000), labels.split(1000), strict=True)
+    right = [(model(normalised(x / 255)).argmax(1) == y).sum() for x, y in pairs]
+    return 100 * int(sum(right)) / len(labels)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -116,12 +124,46 @@ Curves = dict[str, dict[str, LayerCurve]]
 """By kind and by layer."""
 
 
-def curves_of(model: nn.Module, batches: list[Tensor] | None) -> Curves:
-    """The curves of all kinds, with or without calibration."""
-    layers, _ = compression.survey(model)
-    with torch.no_grad():
-        found = {} if batches is None else moments.collect(model, layers, batches, print)
-        return {kind: compression.measure(layers, found, (kind,), print) for kind in candidates.kinds()}
+def quiet(text: str) -> None:
+    """Instead of progress."""
+
+
+@cache
+def opened(file: Path) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """The weights of layers and the second moments of their inputs: large, so processes read them from a file."""
+    return torch.load(file, mmap=True, weights_only=True)  # type: ignore[no-any-return]
+
+
+def target_of(file: Path, name: str) -> Target:
+    """What stands for a layer in such a file."""
+    return Target(*opened(file)[name])
+
+
+@torch.no_grad()
+def write_targets(file: Path, model: nn.Module, batches: Sequence[Tensor] | None) -> None:
+    """Write it, with moments where there are calibration batches, which pass on their own device."""
+    found: dict[str, Tensor] = {}
+    if batches is not None:
+        passing = copy.deepcopy(model).to(batches[0].device)
+        known = moments.collect(passing, compression.survey(passing)[0], batches, quiet)
+        found = {name: own.matrix.cpu() for name, own in known.items()}
+    layers = compression.survey(model)[0].items()
+    torch.save({name: (layer.weight.detach().clone(), found.get(name)) for name, layer in layers}, file)
+
+
+@torch.no_grad()
+def curve_of(file: Path, name: str, kind: str) -> LayerCurve:
+    """What a layer may become, of one kind."""
+    target = target_of(file, name)
+    wanted = candidates.candidates(target.weight.shape, (kind,), target.moment is not None)
+    return LayerCurve(partial(target_of, file, name), points(target, wanted))
+
+
+def curves_of(pool: Executor, file: Path, model: nn.Module) -> Callable[[], Curves]:
+    """The curves of all kinds, once they are there."""
+    names = compression.survey(model)[0]
+    waiting = {kind: {n: pool.submit(curve_of, file, n, kind) for n in names} for kind in candidates.kinds()}
+    return lambda: {kind: {n: each.result() for n, each in own.items()} for kind, own in waiting.items()}
 
 
 def methods(curves: Curves) -> dict[str, dict[str, LayerCurve]]:
@@ -141,14 +183,40 @@ def methods(curves: Curves) -> dict[str, dict[str, LayerCurve]]:
 
 
 @torch.no_grad()
-def compressed(model: nn.Module, curves: Mapping[str, LayerCurve], ratio: float) -> nn.Module:
-    """A copy of the network under a budget."""
+def best(curve: LayerCurve, point: Point) -> tuple[candidates.Candidate, list[Any], float]:
+    """What a layer becomes at a point; arrays, because tensors would keep files open between processes."""
+    candidate, cores, error = curve.best(point)
+    return candidate, [core.numpy() for core in cores], error
+
+
+class Awaited:
+    """A layer that another process decomposes."""
+
+    def __init__(self, pool: Executor, curve: LayerCurve, point: Point) -> None:
+        self.fit = pool.submit(best, curve, point)
+
+    def best(self, point: Point) -> tuple[candidates.Candidate, list[Tensor], float]:  # noqa: ARG002
+        """As that of a `LayerCurve`."""
+        candidate, cores, error = self.fit.result()
+        return candidate, [torch.from_numpy(core) for core in cores], error
+
+
+def compressed(
+    pool: Executor, model: nn.Module, curves: Mapping[str, LayerCurve], ratio: float
+) -> Callable[[], nn.Module]:
+    """A copy of the network under a budget, once it is there."""
     result, before = copy.deepcopy(model), bt.count_parameters(model)
     layers, _ = compression.survey(result)
     chosen = compression.choose(layers, curves, before, int(before / ratio), 0.0)
-    compression.replace_(result, layers, curves, chosen, lambda text: None)  # noqa: ARG005
-    assert bt.count_parameters(result) <= before / ratio
-    return result
+    fits: Any = {n: Awaited(pool, curves[n], point) for n, point in chosen.items() if point.candidate is not None}
+
+    def built() -> nn.Module:
+        with torch.no_grad():
+            compression.replace_(result, layers, fits, chosen, quiet)
+        assert bt.count_parameters(result) <= before / ratio
+        return result
+
+    return built
 
 
 # --- others -----------------------------------------------------------------------------------------------------------
@@ -218,20 +286,31 @@ def rounded(model: nn.Module) -> tuple[nn.Module, float]:
 
 
 @torch.no_grad()
-def layer_by_layer(model: nn.Module, curves: Curves, others: Mapping[str, nn.Module], ratio: float) -> Errors:
+def layer_by_layer(
+    pool: Executor, model: nn.Module, curves: Curves, others: Mapping[str, nn.Module], ratio: float
+) -> Callable[[], Errors]:
     """For every layer that tensorly decomposes the relative change by every method, at equal size."""
-    rivals, errors = methods(curves), Errors()
-    for name, layer in kernels_of(model).items():
-        target, size = rivals["auto"][name].target(), int(share_of(model, ratio) * layer.weight.numel())
-        own = errors.setdefault(name, {})
-        for method, other in others.items():
-            change = other.get_submodule(name).weight.double() - target.weight
-            own[method] = math.sqrt(float(target.loss(change) / target.norm))
-        smaller = [point.error for point in rivals["truncated SVD"][name].points if point.size <= size]
-        own["truncated SVD"] = math.sqrt(min(smaller, default=1.0))
-        for method in ("all but SVD", "auto"):
-            own[method] = rivals[method][name].best(Point(size, 0.0))[2]
-    return errors
+    rivals, share, kernels = methods(curves), share_of(model, ratio), kernels_of(model)
+    size = {name: int(share * layer.weight.numel()) for name, layer in kernels.items()}
+    ours = {
+        name: {m: pool.submit(best, rivals[m][name], Point(size[name], 0.0)) for m in ("all but SVD", "auto")}
+        for name in kernels
+    }
+
+    @torch.no_grad()
+    def found() -> Errors:
+        errors = Errors()
+        for name, fits in ours.items():
+            target, own = rivals["auto"][name].target(), errors.setdefault(name, {})
+            for method, other in others.items():
+                change = other.get_submodule(name).weight.double() - target.weight
+                own[method] = math.sqrt(float(target.loss(change) / target.norm))
+            smaller = [point.error for point in rivals["truncated SVD"][name].points if point.size <= size[name]]
+            own["truncated SVD"] = math.sqrt(min(smaller, default=1.0))
+            own |= {method: fit.result()[2] for method, fit in fits.items()}
+        return errors
+
+    return found
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -241,8 +320,9 @@ def page(results: Path) -> str:
     """The page of recorded results."""
     report = json.loads((results / "pretrained.json").read_text())
     about, text = report["environment"], INTRODUCTION
+    machine = ", ".join(filter(None, [about["cpu"], about["gpu"]]))
     text += (
-        f"\n{about['cpu']}; torch {about['torch']}; Python {about['python']}; commit {about['commit'][:10]}; "
+        f"\n{machine}; torch {about['torch']}; Python {about['python']}; commit {str(about['commit'])[:10]}; "
         f"{about['started'][:10]}; {report['images']:,} test images, {report['calibration']:,} for calibration; "
         f"`{report['command']}`.\n"
     )
@@ -280,6 +360,51 @@ def layers_table(layers: list[dict[str, Any]]) -> str:
     return text
 
 
+def rows_of(
+    pool: Executor, options: argparse.Namespace, model: nn.Module, network: dict[str, Any], batches: Sequence[Tensor],
+    temporary: Path,
+) -> Iterator[tuple[dict[str, Any], nn.Module | Errors]]:  # fmt: skip
+    """The rows that a network lacks, each with the network or the errors to be measured or written there."""
+    rows = {(row["method"], row["ratio"]) for row in network["rows"]}
+    layers = {(row["ratio"], row["calibrated"]) for row in network["layers"]}
+    sources = {", calibrated": batches, "": None}
+    waiting = {}
+    for label, given in sources.items():
+        file = temporary / f"targets{label}.pt"
+        write_targets(file, model, given)
+        waiting[label] = curves_of(pool, file, model)
+    small, times = rounded(model)
+    rest: list[tuple[str, float, nn.Module]] = [("int8 weights, a scale per output", times, small)]
+    for other in (20, 32):
+        if other < network["depth"] and list(options.folder.glob(f"resnet{other}-*.th")):
+            dense = pretrained(options.folder, other)
+            ratio = bt.count_parameters(model) / bt.count_parameters(dense)
+            rest.append((f"ResNet-{other}, trained as it is", ratio, dense))
+    others: dict[float, dict[str, nn.Module]] = {ratio: {} for ratio in options.ratios}
+    for method in ("tensor_train", "partial_tucker", "parafac") if find_spec("tensorly") is not None else ():
+        for ratio, own in others.items():
+            with warnings.catch_warnings(action="ignore"):
+                found = own[f"tensorly {method}"] = uniform(model, ratio, method)
+            rest.append((f"tensorly {method}, same share for every layer", ratio, found))
+    for method, ratio, found in rest:
+        if (method, ratio) not in rows:
+            yield {"method": method, "ratio": ratio, "budget": method.startswith("tensorly")}, found
+    made: list[tuple[dict[str, Any], Callable[[], nn.Module | Errors]]] = []
+    for label, ready in waiting.items():
+        measured = ready()
+        for method, curves in methods(measured).items():
+            for ratio in options.ratios:
+                if (method + label, ratio) not in rows:
+                    row = {"method": method + label, "ratio": ratio, "budget": True}
+                    made.append((row, compressed(pool, model, curves, ratio)))
+        for ratio, own in others.items():
+            if (ratio, bool(label)) not in layers:
+                row = {"ratio": ratio, "calibrated": bool(label)}
+                made.append((row, layer_by_layer(pool, model, measured, own, ratio)))
+    for row, make in made:
+        yield row, make()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="of the pretrained weights")
@@ -288,7 +413,10 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000, help="test images")
     parser.add_argument("--calibration", type=int, default=1_024, help="training images for calibration")
     parser.add_argument("--validation", action="store_true", help="measure on training images, for development")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="where calibration and test images pass")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that decompose layers, one thread each")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--commit", help="of the code, where there is no git to ask")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="measure nothing, only write the page")
     options = parser.parse_args()
@@ -297,61 +425,48 @@ def main() -> None:
         return
     if options.folder is None:
         parser.error("name the folder of the pretrained weights")
-    torch.set_num_threads(options.threads)
+    torch.backends.cudnn.allow_tf32 = False
     splits = bt.data.load("cifar10")
-    tested = splits.train if options.validation else splits.test
+    tested = (splits.train if options.validation else splits.test).to(options.device)
     images, labels = tested.images[-options.images :], tested.labels[-options.images :]
-    batches = list(normalised(splits.train.images[: options.calibration]).split(128))
-    networks: list[dict[str, Any]] = []
+    batches = normalised(splits.train.images[: options.calibration].to(options.device) / 255).split(128)
+    environment = describe_environment(torch.device(options.device))
     report = {
         "command": " ".join(["python benchmarks/pretrained.py FOLDER", *sys.argv[2:]]),
-        "images": len(images), "calibration": options.calibration, "networks": networks,
-        "environment": describe_environment(torch.device("cpu")),
+        "images": len(images), "calibration": options.calibration, "networks": [],
+        "environment": environment | ({"commit": options.commit} if options.commit else {}),
     }  # fmt: skip
+    if options.resume:
+        earlier = json.loads((options.results / "pretrained.json").read_text())
+        if (earlier["images"], earlier["calibration"]) != (report["images"], report["calibration"]):
+            parser.error("the earlier run had other images")
+        report = earlier
     options.results.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:  # after every row: a run that is stopped leaves what it has
-        (options.results / "pretrained.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_atomically(options.results / "pretrained.json", (json.dumps(report, indent=1) + "\n").encode())
         (options.results / "PRETRAINED.md").write_text(page(options.results))
 
-    for depth in options.depths:
-        model = pretrained(options.folder, depth)
-        rows: list[dict[str, Any]] = []
-        networks.append({"depth": depth, "parameters": bt.count_parameters(model),
-                         "accuracy": accuracy(model, images, labels), "rows": rows, "layers": []})  # fmt: skip
-
-        def add(method: str, ratio: float, make: Callable[[], nn.Module], budget: bool = True,
-                rows: list[dict[str, Any]] = rows, depth: int = depth) -> None:  # fmt: skip
-            started = time.perf_counter()
-            found = make()
-            seconds = time.perf_counter() - started
-            rows.append({"method": method, "ratio": ratio, "budget": budget, "seconds": round(seconds, 1),
-                         "accuracy": accuracy(found, images, labels)})  # fmt: skip
-            print(f"ResNet-{depth} {method} {ratio:.2f}: {rows[-1]['accuracy']:.2f} % ({seconds:.0f} s)", flush=True)
-            save()
-
-        small, times = rounded(model)
-        add("int8 weights, a scale per output", times, lambda small=small: small, budget=False)
-        for other in (20, 32):
-            if other < depth and list(options.folder.glob(f"resnet{other}-*.th")):
-                dense = pretrained(options.folder, other)
-                ratio = bt.count_parameters(model) / bt.count_parameters(dense)
-                add(f"ResNet-{other}, trained as it is", ratio, lambda dense=dense: dense, budget=False)
-        others: dict[float, dict[str, nn.Module]] = {ratio: {} for ratio in options.ratios}
-        for method in ("tensor_train", "partial_tucker", "parafac") if find_spec("tensorly") is not None else ():
-            for ratio, own in others.items():
-                with warnings.catch_warnings(action="ignore"):
-                    own[f"tensorly {method}"] = net = uniform(model, ratio, method)
-                add(f"tensorly {method}, same share for every layer", ratio, lambda net=net: net)
-        for given in (batches, None):
-            measured, calibrated = curves_of(model, given), "" if given is None else ", calibrated"
-            for method, curves in methods(measured).items():
-                for ratio in options.ratios:
-                    add(method + calibrated, ratio, lambda r=ratio, own=curves, net=model: compressed(net, own, r))
-            for ratio, own in others.items():
-                networks[-1]["layers"].append({"ratio": ratio, "calibrated": given is not None,
-                                               "errors": layer_by_layer(model, measured, own, ratio)})  # fmt: skip
-                save()
+    started = time.perf_counter()
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, spawned, torch.set_num_threads, (1,)) as pool:
+        for depth in options.depths:
+            model = pretrained(options.folder, depth)
+            network = next((each for each in report["networks"] if each["depth"] == depth), None)
+            if network is None:
+                network = {"depth": depth, "parameters": bt.count_parameters(model),
+                           "accuracy": accuracy(model, images, labels), "rows": [], "layers": []}  # fmt: skip
+                report["networks"].append(network)
+            with tempfile.TemporaryDirectory() as temporary:
+                for row, found in rows_of(pool, options, model, network, batches, Path(temporary)):
+                    if isinstance(found, nn.Module):
+                        row["accuracy"] = accuracy(found, images, labels)
+                        what = f"{row['method']} {row['ratio']:.2f}: {row['accuracy']:.2f} %"
+                    else:
+                        row["errors"], what = found, f"layer by layer {row['ratio']:g}"
+                    network["rows" if isinstance(found, nn.Module) else "layers"].append(row)
+                    print(f"{time.perf_counter() - started:.0f} s: ResNet-{depth} {what}", flush=True)
+                    save()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 The network and the data are nanoGPT's: 6 layers, 6 heads, width 384, context 256, 65 characters; the first 90 % of the
 text train, the last 10 % validate. Settings and the checkpoint are chosen on the last 5 % of the training text; the
-validation text is read once, at the end.
+validation text is read once, at the end. A run that was stopped continues when it is started again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import bayestrain as bt
-from bayestrain.files import write_json
+from bayestrain.files import write_atomically, write_json
 from bayestrain.train import FitConfig, PriorConfig
 from bayestrain.train.environment import describe_environment
 
@@ -132,11 +133,11 @@ def loss(model: nn.Module, data: Windows, precision: torch.dtype) -> float:
 
 
 class Best:
-    """Keeps the best network at the final size, judged by the text held out from training."""
+    """Keeps the best network at the final size, judged by the text held out from training, in a file."""
 
-    def __init__(self, model: nn.Module, data: Windows, precision: torch.dtype) -> None:
-        self.model, self.data, self.precision = model, data, precision
-        self.size, self.loss, self.state = 0, math.inf, {}
+    def __init__(self, model: nn.Module, data: Windows, precision: torch.dtype, file: Path) -> None:
+        self.model, self.data, self.precision, self.file = model, data, precision, file
+        self.size, self.loss, self.state = torch.load(file) if file.exists() else (0, math.inf, {})
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         if record["epoch"] == 0 or (record["epoch"] % 2 and record["phase"] == "search"):
@@ -144,6 +145,8 @@ class Best:
         found, size = loss(self.model, self.data, self.precision), bt.count_parameters(self.model)
         if size != self.size or found < self.loss:
             self.size, self.loss, self.state = size, found, deepcopy(self.model.state_dict())
+            torch.save((self.size, self.loss, self.state), content := BytesIO())
+            write_atomically(self.file, content.getvalue())
         print(f"epoch {record['epoch']}: {size:,} parameters, held-out loss {found:.4f}", flush=True)
 
 
@@ -170,6 +173,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--commit", help="of the code, where there is no git to ask")
     given = parser.parse_args()
 
     text = given.text.read_text(encoding="utf-8")
@@ -190,38 +194,40 @@ def main() -> None:
             linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
             modes = {n: ((m.in_features,), (m.out_features,)) for n, m in linear.items() if n != "head"}
         chosen = bt.TensorizeConfig(given.rank, given.format, given.layout, modes=modes)
-        print(bt.tensorize_(model, chosen, lambda _, name: name != "head"))
+        print(bt.tensorize_(model, chosen))
 
     cuda = given.device.startswith("cuda")
     epochs = max(round(given.steps / math.ceil(len(data) / given.batch)), 2)
     tuning = 0 if given.dense else round(given.finetune * epochs)
     config = FitConfig(
         epochs=epochs - tuning, finetune_epochs=tuning, finetune_lr=0.0, batch_size=given.batch, lr=given.lr,
-        optimizer=given.optimizer, weight_decay=0.1, lr_warmup_epochs=2.0, clip_norm=1.0,
+        optimizer=given.optimizer, weight_decay=0.1, lr_warmup_epochs=2.0,
+        clip_norm=given.context, checkpoint_every=5,  # nanoGPT clips the mean over characters to 1
         precision="bf16" if cuda else "float32", target_ratio=0.0 if given.dense else given.ratio,
         rule="auto" if given.format in ("tt", "tucker") else "contribution",
     )  # fmt: skip
     precision = torch.bfloat16 if cuda else torch.float32
-    best = Best(model, held_out, precision)
+    given.out.mkdir(parents=True, exist_ok=True)
+    best, run = Best(model, held_out, precision, given.out / "best.pt"), given.out / "fit"
     prior = False if given.dense else PriorConfig(weight=given.weight)
     result = bt.fit(
         model, data, likelihood=log_prob, config=config, prior=prior, callbacks=[best], seed=given.seed,
-        num_data=len(data),
+        num_data=len(data), folder=run, resume=any(run.glob("checkpoint*.pt")),
     )  # fmt: skip
     model.load_state_dict(best.state)
     start = torch.tensor([[number["\n"]]], device=given.device)
     sampled = model.eval().sample(start, 500, Generator().manual_seed(given.seed))[0].tolist()
     sample = "".join(symbols[code] for code in sampled)
-    given.out.mkdir(parents=True, exist_ok=True)
-    bt.save(model, given.out)
+    bt.save(model, given.out / "model")
     (given.out / "sample.txt").write_text(sample)
+    environment = describe_environment(torch.device(given.device))
     write_json(given.out / "result.json", {
         "command": "python -m records.gpt " + shlex.join(sys.argv[1:]),
         "parameters": bt.count_parameters(model), "dense_parameters": dense_parameters,
         "ratio": dense_parameters / bt.count_parameters(model), "held_out_loss": best.loss,
         "validation_loss": loss(model, valid, precision), "ranks": bt.ranks(model), "seconds": result.seconds,
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()},
-        "environment": describe_environment(torch.device(given.device)),
+        "environment": environment | ({"commit": given.commit} if given.commit else {}),
     })  # fmt: skip
     print(sample, json.loads((given.out / "result.json").read_text())["validation_loss"], sep="\n")
 

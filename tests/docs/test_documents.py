@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 import trust_kit
 
 import bayestrain as bt
 from bayestrain.train import config
-from benchmarks import old_and_new, posteriors, scaling, uci
+from benchmarks import old_and_new, posteriors, pretrained, scaling, uci
+from records import __main__ as records
 from tools import draw_rooms, make_mnist_mini, mkdocs_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +127,15 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
 def test_the_page_of_speed_is_up_to_date() -> None:
     page = old_and_new.RESULTS / "README.md"
     assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
+
+
+@pytest.mark.parametrize(
+    ("module", "known"), [(pretrained, pretrained.RESULTS / "PRETRAINED.md"), (records, records.RESULTS / "README.md")]
+)
+def test_the_pages_of_gpu_records_are_up_to_date(module: Any, known: Path) -> None:
+    if not known.exists():
+        pytest.skip(f"{known.name} has not been written yet")
+    assert known.read_text() == module.page(module.RESULTS), f"write {known} again"
 
 
 def test_the_pages_of_posteriors_are_up_to_date() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bayestrain.compress.budget import front, spend
-from bayestrain.compress.candidates import Candidate, candidates, checked_kinds
+from bayestrain.compress.candidates import SVD, Candidate, candidates, checked_kinds
 from bayestrain.compress.curves import Curve, Point, Target, points
 from bayestrain.compress.moments import Moment, collect
 from bayestrain.errors import ConfigError, ConversionError, check_counts
@@ -27,7 +27,7 @@ from bayestrain.tables import text_table, times
 KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 REFINED = 3
-"""Of a layer, so many of the best candidates at its size are fitted again, of which the best is taken."""
+"""Of a layer, so many of the best candidates at its size, beside truncated SVD, are fitted again; the best is taken."""
 
 SAY_EVERY = 2.0
 """Seconds between lines of progress."""
@@ -144,7 +144,9 @@ class LayerCurve:
                 known = at_size.get(each.candidate)
                 at_size[each.candidate] = each if known is None or each.error < known.error else known
         found, target = [], self.target()
-        for candidate in sorted(at_size, key=lambda candidate: at_size[candidate].error)[:REFINED]:
+        order = sorted(at_size, key=lambda candidate: at_size[candidate].error)
+        plain = [candidate for candidate in order if candidate.kind == SVD]
+        for candidate in [*plain[:1], *[each for each in order if each not in plain][:REFINED]]:
             curve = Curve(target, candidate)
             cores = curve.refined(curve.cut(curve.largest(point.size)))
             found.append((curve.error(cores), curve, cores))
