@@ -132,7 +132,7 @@ def compiled(layer: Any, x: Tensor) -> Tensor | None:
     for bond, rank in enumerate(trains.ranks(cores)):
         o1, i1, o2, i2 = (planner.tile(size) for size in train.sizes(bond))
         own = rank * i1 * o2 * (i2 + o1)
-        if 0 < bond < len(train.outs) and max(o1, i1, o2, i2) <= planner.LARGEST_TILE and own < work:
+        if 0 < bond < len(train.outs) and planner.fits(train.sizes(bond), dtype.itemsize) and own < work:
             best, work = bond, own
     if not best or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
