@@ -70,6 +70,16 @@ def test_cp_is_a_depthwise_convolution_between_two_pointwise_ones() -> None:
     assert math.isclose(relative, (10 * 3 + 3 * 9 + 3 * 12) / math.prod(SHAPE))
 
 
+@pytest.mark.parametrize("order", ["taps, in, out", "svd over k | out*in"])  # two convolutions, and the whole kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_computes_in_the_type_of_autocast(order: str, dtype: torch.dtype) -> None:
+    own, x = layer(LAYOUTS[order]).float(), torch.randn(2, 10, 8, 7).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = own(x), own.to_dense()(x)
+    assert found.dtype == torch.bfloat16
+    assert_close(found, expected, rtol=0.1, atol=0.1)
+
+
 def test_strides_count_where_a_pointwise_kernel_runs_before_them() -> None:
     own = layer(LAYOUTS["in, taps, out"], stride=2)
     assert math.isclose(own.plan(torch.empty(0))[1], (4 * 10 * 2 + 2 * 2 * 9 + 2 * 12) / math.prod(SHAPE))

@@ -61,8 +61,9 @@ class TensorConv(TensorLayer):
         """By the whole kernel, or thin ones where these take fewer multiplications."""
         chain, _ = self._chain()
         with own_precision(self.cores[0]):
-            thin = [self.factorized.dense()] if chain is None else chains.kernels(self.factorized, chain)
-        return self.run(x, thin, *((0 in chain.stages, chain.groups) if chain else ()), **options)
+            kernels = [self.factorized.dense()] if chain is None else chains.kernels(self.factorized, chain)
+        place, groups = (0, 1) if chain is None else (0 in chain.stages, chain.groups)
+        return self.run(x, kernels, place, groups, **options)
 
     def run(self, x: Tensor, kernels: Sequence[Tensor], place: int = 0, groups: int = 1, **options: Any) -> Tensor:
         """Convolve with these kernels, one after the other, of which that at `place` has the taps, and such groups."""
