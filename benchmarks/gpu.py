@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import bayestrain as bt
 
 Call = Callable[[], object]
-MODES = ("eager", "compiled", "reduce-overhead", "captured")
+MODES = ("captured", "eager", "compiled", "reduce-overhead")
 PRECISIONS = ("tf32", "bf16")
 D, WIDE, DEPTH, HEADS, RANK = 768, 3072, 6, 12, 32
 

@@ -265,18 +265,6 @@ def test_dtypes_and_autocast(case: Case, format: Format, layout: str, dtype: tor
     assert_close(y.double(), expected, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("format", ["tt", "cp", "ring"])
-def test_a_whole_kernel_follows_autocast(format: str) -> None:
-    layer = TensorConv2d(4, 4, 3, format=format, max_rank=10**3)
-    x = torch.randn(2, 4, 6, 6)
-    assert layer.plan(x)[0] == "whole weight"
-    with torch.autocast("cpu", torch.bfloat16):
-        for given in (x, x.bfloat16()):
-            y = layer(given)
-            assert y.dtype == torch.bfloat16
-            assert_close(y.float(), layer.to_dense()(given).float(), rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize(("case", "format", "layout"), NO_BAGS)
 def test_many_networks_at_once(case: Case, format: Format, layout: str) -> None:
     layers = [build(case, format, layout, seed=seed)[0] for seed in range(3)]
