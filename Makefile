@@ -52,8 +52,9 @@ wheel: $(INSTALLED) ## build the wheel and the source distribution into dist/
 bench: $(INSTALLED) ## speed on a CPU, next to the last commit before the rewrite and to dense layers
 	$(BIN)/python benchmarks/old_and_new.py
 
-bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps
+bench-gpu: $(INSTALLED) ## the same on a GPU, with captured steps; layers and transformers beside dense ones
 	$(BIN)/python benchmarks/old_and_new.py --device cuda
+	$(BIN)/python benchmarks/gpu.py
 
 bench-layers: $(INSTALLED) ## embeddings and encoders on a CPU, next to dense ones
 	$(BIN)/python benchmarks/layers.py
