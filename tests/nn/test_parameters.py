@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -271,3 +273,29 @@ def test_an_encoder_with_padding_computes_the_same_as_in_training_mode() -> None
     with torch.no_grad():
         found = model.eval()(x, src_key_padding_mask=padding)
     assert_close(found[~padding], expected[~padding].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_encoder_multiplies_by_factors_and_compiles_once_for_each_mode() -> None:
+    model, x, graphs = encoder(), torch.randn(3, 5, 64), list[torch.fx.GraphModule]()
+    bt.tensorize_(model, bt.TensorizeConfig(4, layout="split"))
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    for training in (True, False):
+        for autocast in (False, True):
+            model.train(training)
+            before = len(graphs)
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(training):
+                    y, wanted = compiled(x), model(x)
+                assert_close(y, wanted, rtol=0.1 if autocast else 1e-4, atol=0.1 if autocast else 1e-4)
+                if training:
+                    y.float().square().sum().backward()
+            assert len(graphs) - before == (2 if training else 1)  # a backward pass has a graph of its own
+    sizes = {node.meta["val"].numel() for graph in graphs for node in graph.graph.nodes if "mm" in str(node.target)}
+    assert sizes
+    assert sizes.isdisjoint({64 * 192, 64 * 64, 64 * 256})

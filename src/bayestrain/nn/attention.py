@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayestrain.nn.factorized import FactorizedWeight
-from bayestrain.nn.linear import TensorLinear
-from bayestrain.nn.precision import transformed
+from bayestrain.nn.linear import TensorLinear, traced_product
+from bayestrain.nn.precision import traced, transformed
 
 _PROJECTIONS: WeakKeyDictionary[nn.Module, TensorLinear] = WeakKeyDictionary()
 """The layer that projects for each module; no ``state_dict`` contains it."""
@@ -32,7 +32,8 @@ def attend(
     if weight is None or need_weights or not alike or module.bias_k is not None or module.add_zero_attn:
         return None
     x = query if module.batch_first else query.transpose(0, 1)
-    q, k, v = projection(module, weight)(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    packed = traced_product(weight, x, module.in_proj_bias) if traced() else projection(module, weight)(x)
+    q, k, v = packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
     mask = None if is_causal and key_padding_mask is None else additive(attn_mask, x)
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, (len(x), -1))

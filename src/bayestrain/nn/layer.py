@@ -11,7 +11,6 @@ from torch import Size, Tensor, nn
 
 from bayestrain.errors import ConversionError, ShapeError, check_choice
 from bayestrain.formats import Format, get
-from bayestrain.nn import fast as room
 from bayestrain.nn.factorized import DEFAULT_RANK, INITS, FactorizedWeight
 from bayestrain.nn.fast import fast
 from bayestrain.nn.layout import LAYOUTS, Layout
@@ -156,10 +155,10 @@ class TensorLayer(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
-        tracing = traced()
-        perf = room.found if tracing else fast()
-        y = None if perf is None else perf.compiled(self, x) if tracing else perf.multiply(self, x)
-        return self.multiply(x) if y is None else y
+        perf = None if traced() else fast()
+        if perf is not None and (y := perf.multiply(self, x)) is not None:
+            return y  # type: ignore[no-any-return]
+        return self.multiply(x)
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Size, Tensor, nn
 from bayestrain.errors import ShapeError
 from bayestrain.formats import Format
 from bayestrain.formats.modes import check_modes, choose_count
-from bayestrain.nn import chains
+from bayestrain.nn import chains, fast
+from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import Modes, TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.precision import own_precision, product_dtype, traced
@@ -48,10 +49,10 @@ class TensorLinear(TensorLayer):
     def multiply(self, x: Tensor) -> Tensor:
         """By the whole weight, or core by core where that takes fewer multiplications.
 
-        While the pass is traced, two thin factors are the other choice: it must not depend on the number of rows.
+        While the pass is traced, by `traced_product`.
         """
         if traced():
-            return self.by_factors(x)
+            return traced_product(self.factorized, x, self.bias)
         if self.plan(x)[0] == "whole weight":
             return F.linear(x, self.weight, self.bias)
         dtype = product_dtype(x)
@@ -59,20 +60,20 @@ class TensorLinear(TensorLayer):
             y = self.factorized.multiply(x.to(dtype))
             return y if self.bias is None else y + self.bias.to(dtype)
 
-    def by_factors(self, x: Tensor) -> Tensor:
-        """By thin factors that bonds between inputs and outputs leave, or the whole weight where that is smaller."""
-        weight = self.factorized
-        thin, _ = chains.cheapest(chains.network(weight), weight.layout.labels, weight.shape, (1, 1))
-        if thin is None or thin.groups > 1:
-            return F.linear(x, self.weight, self.bias)
-        with own_precision(x):
-            factors = chains.kernels(weight, thin)
-        for factor in factors[:-1]:
-            x = F.linear(x, factor)
-        return F.linear(x, factors[-1], self.bias)
-
     def plan(self, x: Tensor) -> tuple[str, float]:
         rows = math.prod(x.shape[:-1])
         by_cores, whole = self.factorized.operations(rows)
         name = "core by core" if 0 < by_cores < whole else "whole weight"
         return name, min(by_cores, whole) / max(rows * self.factorized.dense_numel, 1)
+
+
+def traced_product(weight: FactorizedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """By thin factors between inputs and outputs, or the whole weight where that is smaller, for any number of rows."""
+    if fast.found is not None and (y := fast.found.compiled(weight, x, bias)) is not None:
+        return y  # type: ignore[no-any-return]
+    thin, _ = chains.cheapest(chains.network(weight), weight.layout.labels, weight.shape, (1, 1))
+    with own_precision(x):
+        factors = [weight.dense()] if thin is None or thin.groups > 1 else chains.kernels(weight, thin)
+    for factor in factors[:-1]:
+        x = F.linear(x, factor)
+    return F.linear(x, factors[-1], bias)

@@ -83,12 +83,12 @@ def _kind(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass in which these parameters are made from their factors."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if traced():
-            return base.forward(self, *args, **kwargs)
         if issubclass(base, nn.MultiheadAttention):
             packed = self._modules[HOLDER]._modules.get("in_proj_weight")
             if (found := attend(self, packed, *args, **kwargs)) is not None:
                 return found
+        if traced():
+            return base.forward(self, *args, **kwargs)
         token = _made.set({})
         try:
             return base.forward(self, *args, **kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.nn.precision import autocasts, own_precision, product_dtype, transformed
-from bayestrain.perf import planner, trains
+from bayestrain.perf import planner, split, trains
 from bayestrain.perf.planner import Cost, Machine, Task, Train
 from bayestrain.perf.split import SplitLinear
 from bayestrain.perf.stacks import weight_together
@@ -117,28 +117,31 @@ def _channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def compiled(layer: Any, x: Tensor) -> Tensor | None:
-    """The output of a linear layer by the kernels inside of ``torch.compile``, or None where they would not be faster.
+def compiled(weight: FactorizedWeight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """What `nn.linear.traced_product` returns, inside of ``torch.compile``; None where only the readable code applies.
 
     What it chooses does not depend on the number of rows, so that another batch needs no other code.
     """
-    if not (x.is_cuda and KERNELS and torch.compiler.is_compiling()) or torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or not torch.compiler.is_compiling():
         return None
-    dtype, weight = product_dtype(x), layer.factorized
+    dtype = product_dtype(x)
     train, cores = trains.train_of.__wrapped__(weight.layout), list(weight.cores)  # a compiler ignores the cache
-    if train is None or train.middle or train.inputs_first or weight.format.name != "tt":
+    if train is None or weight.format.name != "tt":
         return None
-    best, work = 0, train.shape[0] * train.shape[1] * planner.CUDA.fused / planner.CUDA.rate
-    for bond, rank in enumerate(trains.ranks(cores)):
+    ranks, dense = trains.ranks(cores), math.prod(train.shape)
+    if train.middle:
+        return split.plain(x, bias, train, dtype, cores) if ranks[train.middle] * sum(train.shape) < dense else None
+    best, work = 0, dense * planner.CUDA.fused / planner.CUDA.rate
+    for bond in range(1, len(train.outs)):
         o1, i1, o2, i2 = (planner.tile(size) for size in train.sizes(bond))
-        own = rank * i1 * o2 * (i2 + o1)
-        if 0 < bond < len(train.outs) and planner.fits(train.sizes(bond), dtype.itemsize) and own < work:
+        own = ranks[bond] * i1 * o2 * (i2 + o1)
+        if own < work and planner.fits(train.sizes(bond), dtype.itemsize):
             best, work = bond, own
-    if not best or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not (best and KERNELS and x.is_cuda and dtype in (torch.float32, torch.bfloat16, torch.float16)):
         return None
     with own_precision(x):
         pair = trains.pair(train, cores, best)
-    return fused(x, pair, layer.bias, train, best, dtype)
+    return fused(x, pair, bias, train, best, dtype)
 
 
 def expect(layer: TensorLayer, x: Tensor, training: bool) -> tuple[str, float, float, float] | None:
