@@ -41,8 +41,8 @@ class Anchored(Ensemble):
         super().__init__(*args, **options)
         self.anchors = {name: tensor.detach().clone() for name, tensor in self.particles.items()}
         """Where the particles started: draw that from the prior."""
-        first = 0 if self.spread is None else self.spread.own.start
-        self.numbers = torch.arange(first, first + len(self), device=self.broken.device) + seed * 1_000_003
+        own = self.spread.own
+        self.numbers = torch.arange(own.start, own.stop, device=self.broken.device) + seed * 1_000_003
         """What tells the particles' noise apart."""
 
     def keep_(self, indices: Sequence[int]) -> None:

@@ -18,8 +18,7 @@ Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 MakeOptimizer = Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]
 """Takes named tensors, as every torch optimiser does."""
 
-LOOK_EVERY = 50
-"""Steps between checks for broken particles on a device where reading a value would stall the queue."""
+LOOK_EVERY = 50  # steps between checks for broken particles where reading a value would stall the queue
 
 
 def value_and_grad(log_density: Callable[[dict[str, Tensor], Any], Tensor]) -> Gradients:
@@ -78,8 +77,8 @@ class Method:
         clip: float | None = None,
         spread: Spread | None = None,
     ) -> None:
-        self.spread = spread
-        self.check_number(count(particles) if spread is None else spread.total)
+        self.spread = spread or Spread(count(particles))
+        self.check_number(self.spread.total)
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip must be positive, got {clip}. Use None not to clip.")
         self.gradients, self.scale, self.clip, self.steps = gradients, scale, clip, 0
@@ -154,11 +153,11 @@ class Method:
     @torch.no_grad()
     def keep_(self, indices: Sequence[int]) -> None:
         """Keep only these particles, with their optimiser state."""
-        if self.spread is not None:
-            self.spread = Spread(self.spread.group, len(set(indices)), self.broken.device)
-            if not min(self.spread.counts):
-                raise TrainingError("All particles of one process are broken. Try a smaller learning rate.")
-        self.check_number(len(set(indices)) if self.spread is None else self.spread.total)
+        spread = Spread(len(set(indices)), self.spread.group, self.broken.device)
+        self.check_number(spread.total)
+        if not min(spread.counts):
+            raise TrainingError("All particles of one process are broken. Try a smaller learning rate.")
+        self.spread = spread
         chosen, before = torch.tensor(indices, device=self.broken.device), len(self)
         for tensor in self.particles.values():
             state = self.optimizer.state.get(tensor, {})
@@ -180,12 +179,6 @@ class Method:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless `load_state_dict` and a step after it succeed: both are tried on a copy."""
-        own = self.state_dict()
-        if missing := sorted(own.keys() - state.keys()):
-            raise ConfigError(f"This is no state of an inference method: {missing} is missing. Pass a state_dict().")
-        for what, read in FORM.items():
-            if (here := read(own)) != (saved := read(state)):
-                raise ConfigError(f"The {what} must agree, but the saved state has {saved}, this method {here}.")
         trial = copy.deepcopy(self, {id(self.gradients): _no_gradients})
         vars(trial.optimizer).update({**vars(self.optimizer), **vars(trial.optimizer)})  # what is not copied
         try:
@@ -193,7 +186,7 @@ class Method:
             check_counts(**{"steps + 1": trial.steps + 1})
             trial.advance(None)
         except Exception as error:  # an optimiser can raise anything
-            raise ConfigError(f"The saved state does not fit this method: {error!r}. Pass a state_dict().") from error
+            raise ConfigError(f"The saved state does not fit this method: {error!r}.") from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the particles take the shapes they find. Checks come before any change."""
@@ -202,22 +195,18 @@ class Method:
 
     @torch.no_grad()
     def _restore(self, state: Mapping[str, Any]) -> None:
+        for what, here, saved in (
+            ("method", self.name, state["method"]),
+            ("tensors", sorted(self.particles), sorted(state["particles"])),
+            ("number of particles", len(self), count(state["particles"])),
+        ):
+            if here != saved:
+                raise ConfigError(f"the {what} must agree, but it has {saved}, this method {here}")
         for name, tensor in self.particles.items():
             tensor.data = tensor.new_empty(state["particles"][name].shape).copy_(state["particles"][name])
         load_optimizer(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self.broken.copy_(state["broken"])
-
-
-FORM: dict[str, Callable[[Mapping[str, Any]], object]] = {
-    "method": lambda state: state["method"],
-    "names of tensors": lambda state: sorted(state["particles"]),
-    "number of particles": lambda state: {count(state["particles"]), len(state["broken"])},
-    "parameter groups of the optimiser": lambda state: [
-        (len(group["params"]), sorted(group.keys() - {"param_names"})) for group in state["optimizer"]["param_groups"]
-    ],
-}
-"""What must agree in two states."""
 
 
 class MAP(Method):

@@ -1,7 +1,7 @@
 """`Spread`: n particles over the processes of a group, and the exchange of rows for columns that SVGD needs.
 
-A process holds the rows of its own particles, ``(own, D)``. For sums over particles they are exchanged: each process
-gets its share of the columns of all particles, ``(n, D / processes)``, so that none ever holds ``(n, D)``::
+One process has all particles and exchanges nothing. In a group of processes, each holds the rows of its own particles,
+``(own, D)``. For sums over particles it gets its share of the columns of all, so that none ever holds ``(n, D)``::
 
     rows --all_to_all--> columns    partial Gram matrix of the columns --all_reduce--> (n, n)
     rows <--all_to_all-- columns    the two matrix products need no other columns
@@ -16,14 +16,16 @@ from torch import Tensor
 
 
 class Spread:
-    """Particles of which each process of `group` holds `own`, in the order of the processes."""
+    """Particles of which each process of `group`, if there is one, holds `own`, in the order of the processes."""
 
-    def __init__(self, group: Any, own: int, device: torch.device) -> None:
-        self.group, self.place = group, dist.get_rank(group)
-        found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, torch.tensor([own], device=device), group=group)
-        self.counts = [int(count) for count in found]
-        """Particles of every process."""
+    def __init__(self, own: int, group: Any = None, device: torch.device | None = None) -> None:
+        self.group, self.place, self.counts = group, 0, [own]
+        """`counts` are the particles of every process."""
+        if group is not None:
+            self.place = dist.get_rank(group)
+            found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(found, torch.tensor([own], device=device), group=group)
+            self.counts = [int(count) for count in found]
         first = sum(self.counts[: self.place])
         self.own = slice(first, first + own)
         """Which of all particles are here."""
@@ -43,6 +45,8 @@ class Spread:
 
     def columns(self, rows: Tensor) -> Callable[[], Tensor]:
         """Send ``(own, D)``; the function that is returned waits for ``(n, D / processes)``."""
+        if self.group is None:
+            return lambda: rows
         widths, own = self.widths(rows.shape[1]), len(rows)
         sent = torch.cat([part.reshape(-1) for part in rows.split(widths, 1)])
         width = widths[self.place]
@@ -58,6 +62,8 @@ class Spread:
 
     def rows(self, columns: Tensor, like: Tensor) -> Tensor:
         """The inverse of `columns`, into a tensor like this one."""
+        if self.group is None:
+            return columns
         widths = self.widths(like.shape[1])
         received, own = like.new_empty(like.numel()), len(like)
         shapes = [own * each for each in widths], [count * widths[self.place] for count in self.counts]
@@ -67,11 +73,14 @@ class Spread:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over processes, the same bits on all of them; in place."""
-        dist.all_reduce(tensor, group=self.group)
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
         """What all particles have, from what the own ones have: ``(own, ..) -> (n, ..)``."""
+        if self.group is None:
+            return tensor
         padded = tensor.new_zeros(max(self.counts), *tensor.shape[1:])  # a gather takes equal shapes only
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in self.counts]

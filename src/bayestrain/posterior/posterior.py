@@ -106,7 +106,7 @@ class Posterior(ParticleModel):
         super().__init__(joints[0], self.method.particles, carried)
         self._perturbed = True
         self.num_data, self.chunk, perf = num_data, chunk, fast()
-        self._capture = None if perf is None or spread is not None else perf.Capture()
+        self._capture = None if perf is None or self.method.spread.group is not None else perf.Capture()
         self.share = 1.0  # the batch's weight where other processes have the rest of it, and how to sum over these
         self.summed: Callable[[list[Tensor]], None] | None = None
         self._training_chunk: int | None = None  # before the first step
@@ -323,13 +323,12 @@ class Posterior(ParticleModel):
         self._changed()
 
     def _predict(self, *args: Any) -> dict[str, Tensor]:
-        found, spread = super()._predict(*args), self.method.spread
-        return found if spread is None else {name: spread.gather(tensor) for name, tensor in found.items()}
+        return {name: self.method.spread.gather(tensor) for name, tensor in super()._predict(*args).items()}
 
     @torch.no_grad()
     def gathered(self) -> ParticleModel:
         """Return all particles, on the CPU of every process, if they are spread over several."""
-        if (spread := self.method.spread) is None:
+        if (spread := self.method.spread).group is None:
             return self
         tensors = [{k: spread.gather(t.detach()).cpu() for k, t in d.items()} for d in (self.particles, self.carried)]
         return ParticleModel(copy.deepcopy(self.joint).cpu(), *tensors)

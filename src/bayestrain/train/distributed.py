@@ -132,9 +132,9 @@ class World:
         """Which of so many particles this process has."""
         return slice(total * self.part // self.parts, total * (self.part + 1) // self.parts)
 
-    def spread(self, own: int) -> Spread | None:
+    def spread(self, own: int) -> Spread:
         """How the particles are spread, of which this process has so many."""
-        return None if self._particles is None else Spread(self._particles, own, self.device)
+        return Spread(own, self._particles, self.device)
 
     def sum_data(self, tensor: Tensor) -> Tensor:
         """The sum over the processes that share a batch, in place."""

@@ -52,7 +52,7 @@ def take_apart(state: dict[str, Any], world: World, spread: Spread | None) -> tu
         if is_sharded(tensor):
             parts[name] = tensor
             return note
-        if spread is None or not _stacked(path, tensor):
+        if spread is None or spread.group is None or not _stacked(path, tensor):
             return tensor
         for i, row in enumerate(tensor.detach().cpu(), start=spread.own.start):
             if world.replica == 0:

@@ -117,9 +117,7 @@ class Network:
     @property
     def number(self) -> int:
         """Of particles."""
-        if self.posterior is None:
-            return 1
-        return len(self.posterior) if self.posterior.method.spread is None else self.posterior.method.spread.total
+        return 1 if self.posterior is None else self.posterior.method.spread.total
 
     def parameters(self) -> dict[str, Tensor]:
         """By name, stacked: ``(n, ...)``."""
@@ -254,10 +252,10 @@ class Network:
         sane = squares.isfinite().all(0)
         if self.alive is not None:
             sane, self.alive = sane & self.alive, None
-        spread = None if self.posterior is None else self.posterior.method.spread
         if self.posterior is None:
-            sane = torch.tensor([not self.world.any(not bool(sane))])
-        everywhere = sane if spread is None else spread.gather(sane.byte()).bool()
+            everywhere = torch.tensor([not self.world.any(not bool(sane))])
+        else:
+            everywhere = self.posterior.method.spread.gather(sane.byte()).bool()
         if not (broken := (~everywhere).nonzero().flatten().tolist()):
             return ""
         if self.posterior is None or self.number - len(broken) < self.posterior.method.fewest:
