@@ -16,8 +16,7 @@ from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
 
-VANISHED = 1e-3
-"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
+VANISHED = 1e-3  # norm per root of outputs of a weight that probably passes nothing on; random starts have 1
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,9 @@ class Joint(nn.Module):
         return part(self, *inputs)
 
     def batched(
-        self,
-        particles: Mapping[str, Tensor],
-        part: Part,
-        *inputs: Tensor,
-        size: int | None = None,
+        self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor, size: int | None = None,
         each: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one.
 
         A tensor `each` has an input ``(n, ...)`` for every particle, which is the last.
@@ -181,7 +177,7 @@ class ParticleModel:
 
     def outputs(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Tensor:
         """Return what every particle's network returns for x, ``(n, N, ...)``, on x's device."""
-        return self._predict(_outputs, x, batch_size, chunk)["outputs"]
+        return self._predict(outputs_of, x, batch_size, chunk)["outputs"]
 
     def predict(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Prediction:
         """Return the prediction for x with its uncertainty, on x's device.
@@ -209,11 +205,11 @@ class ParticleModel:
                 self.carried[f"{name}.running_var"].nan_to_num_()
             seen = 0
             for x in (batch for batch in batches if len(batch)) if norms else ():
-                size, _ = self._sizes(joint.eval(), _outputs, x, len(x), None)
+                size, _ = self._sizes(joint.eval(), outputs_of, x, len(x), None)
                 seen += len(x)
                 for norm in norms.values():
                     norm.train().momentum = len(x) / seen  # the first batch replaces, others are averaged in
-                joint.batched(self._tensors(), _outputs, x.to(self.device), size=size)
+                joint.batched(self._tensors(), outputs_of, x.to(self.device), size=size)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What a network needs to predict, which lambda is not part of."""
@@ -243,7 +239,8 @@ class ParticleModel:
         )
 
 
-def _outputs(joint: Joint, x: Tensor) -> dict[str, Tensor]:
+def outputs_of(joint: Joint, x: Tensor) -> dict[str, Tensor]:
+    """What the network returns for x."""
     return {"outputs": one_tensor(joint.model(x))}
 
 

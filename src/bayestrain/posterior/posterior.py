@@ -26,8 +26,7 @@ RECOMPUTES = (
     "the backward pass their weights are no longer in the network. Turn that off; a smaller chunk saves memory, too."
 )
 
-NARROW = 0.5
-"""Particles that have less of the posterior's width are not said to be spread like it."""
+NARROW = 0.5  # particles that have less of the posterior's width are not said to be spread like it
 
 
 class PosteriorStep(NamedTuple):

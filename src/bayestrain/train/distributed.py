@@ -31,14 +31,9 @@ from bayestrain.nn import factorized_weights
 from bayestrain.prior.groups import is_sharded, whole
 from bayestrain.train.config import shown
 
-TIMEOUT = "BAYESTRAIN_TIMEOUT"
-"""Environment variable: seconds that a process waits for the others before it gives up."""
-
-FEWEST_ROWS = 8
-"""Parameters with fewer are not sharded: DTensor cannot give a row to every process."""
-
-LAST_WORDS = 10.0
-"""Seconds that process 0 has to report what went wrong in another one, before `torchrun` stops it."""
+TIMEOUT = "BAYESTRAIN_TIMEOUT"  # environment variable: seconds that a process waits for the others
+FEWEST_ROWS = 8  # of parameters that are sharded: DTensor cannot give a row to every process
+LAST_WORDS = 10.0  # seconds that process 0 has to report what went wrong in another one, before torchrun stops it
 
 
 def rank() -> int:
@@ -208,24 +203,18 @@ class World:
             assert report is not None
             return report
         weights, state = factorized_weights(model).values(), optimizer.state
-        cut = [
-            ([core.detach() for core in w.cores], w.rank_state.log_lambdas if w.rank_state else [],
-             w.compacted, [state.get(core, {}) for core in w.cores])
-            for w in weights if self.rank == 0
-        ]  # fmt: skip
+        cut = [(w.state_dict(), w.compacted, [state.get(core, {}) for core in w.cores]) for w in weights]
         report, cut = shared((report, cut))
-        for weight, (cores, us, compacted, states) in zip(weights, cut, strict=True):
-            if self.rank == 0:
-                continue
-            weight.set_cores(cores)
+        if self.rank == 0:
+            return report
+        for weight, (own, compacted, states) in zip(weights, cut, strict=True):
+            weight.load_state_dict(own)
             weight.compacted = compacted
-            for bond, u in enumerate(us):
-                weight.attach_rank_state().set_log_lambda(bond, u.to(self.device))
-            for core, own in zip(weight.cores, states, strict=True):
-                moved = {key: value.to(core.device) if torch.is_tensor(value) and value.ndim else value
-                         for key, value in own.items()}  # fmt: skip
+            for core, moments in zip(weight.cores, states, strict=True):
                 state.pop(core, None)
-                state.update({core: moved} if own else {})
+                if moments:
+                    state[core] = {k: v.to(core.device) if torch.is_tensor(v) and v.ndim else v
+                                   for k, v in moments.items()}  # fmt: skip
         return report
 
     def agree(self, settings: Mapping[str, Any]) -> None:

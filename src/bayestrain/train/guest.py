@@ -16,8 +16,8 @@ from bayestrain.train.distributed import World
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
+# The settings of `FitConfig` that concern the search:
 SETTINGS = ("compact_every", "compact_from", "compact_tol", "rule", "round_tol", "target_ratio", "target_parameters")
-"""The settings of `FitConfig` that concern the search."""
 
 
 class Guest(Network):

@@ -31,11 +31,8 @@ from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
 
-LONGEST_WARMUP = 20
-"""Epochs without the full prior, in which a network overfits few data and then trusts in noise that is too small."""
-
-TAUGHT = 0.5
-"""The share of a teacher in the likelihood loss; the labels have the rest."""
+LONGEST_WARMUP = 20  # epochs; without the full prior a network overfits few data, and trusts in too little noise
+TAUGHT = 0.5  # the share of a teacher in the likelihood loss; the labels have the rest
 
 
 @dataclass(frozen=True)
