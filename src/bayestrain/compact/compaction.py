@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
 from bayestrain.compact.rules import cheapest_ranks, cut, priced
-from bayestrain.compact.weights import Particles, Weight, find_weights
+from bayestrain.compact.weights import Weight, find_weights
 from bayestrain.errors import ConfigError, check_counts
 from bayestrain.nn.sizes import count_parameters
 from bayestrain.prior import check_weight_decay
 from bayestrain.tables import text_table
+
+if TYPE_CHECKING:
+    from bayestrain.posterior import ParticleModel
 
 RULES = ("rounding", "contribution", "lambda")
 
@@ -84,7 +87,7 @@ class CompactReport:
 
 @torch.no_grad()
 def compact_(
-    model: nn.Module | Particles,
+    model: "nn.Module | ParticleModel",
     tol: float | None = None,
     *,
     parameters: int | None = None,
@@ -103,12 +106,11 @@ def compact_(
         parameters: instead of a tolerance, how many parameters the model (each particle) may have. Ranks are cut in
             those layers where that changes the weights least.
         rule: None is "rounding" where the format can; other formats are cut by contribution, then fitted again.
-            "rounding" truncates optimally: the smallest ranks for the weight. It mixes rank indices, so the optimiser's
-            state of the cores that change restarts.
+            "rounding" finds the smallest ranks, but mixes rank indices: the optimiser's state of the cores restarts.
             "contribution" drops the rank indices whose exact contribution to the weight fits the tolerance. The others
             stay as they are, so training continues with the optimiser's state.
-            "lambda" is the paper's rule, lambda above a threshold. Multiplying a core by c and its neighbour by 1/c
-            moves every lambda and leaves the network as it is, so it may cut a bond that matters; no error is promised.
+            "lambda" is the paper's rule, lambda above a threshold. It depends on the gauge (a core times c, the next
+            one divided by c), so it may cut a bond that matters.
         optimizer: the optimiser that holds the cores, if it is to continue; the next step of any other raises an error.
     """
     if optimizer is None and not isinstance(model, nn.Module) and hasattr(model, "compact_"):

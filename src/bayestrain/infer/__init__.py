@@ -13,9 +13,8 @@ from bayestrain.infer.anchored import Anchored
 from bayestrain.infer.hmc import HMC
 from bayestrain.infer.kernels import Diagnostics, Kernel, diagnose, imq, median_bandwidth, rbf
 from bayestrain.infer.method import MAP, Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
-from bayestrain.infer.particles import count, stack
+from bayestrain.infer.particles import Spread, count, stack
 from bayestrain.infer.sgld import SGLD
-from bayestrain.infer.spread import Spread
 from bayestrain.infer.svgd import SVGD
 
 METHODS: dict[str, type[Method]] = {method.name: method for method in (Anchored, SVGD, Ensemble, SGLD, HMC, MAP)}

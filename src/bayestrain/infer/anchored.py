@@ -6,10 +6,10 @@ centred at an anchor instead of zero::
     theta_k = argmax  sum_i log p(y_i + noise_ik | x_i, theta)  +  log p(theta - anchor_k)
 
 With anchors drawn from the prior, the particles of a linear model with Gaussian noise are exact draws from its
-posterior, in any number of dimensions. There is no interaction and no step size to sample with: any optimiser will do.
+posterior, in any number of dimensions, and any optimiser will do.
 
-A particle must meet the same noise whenever it meets a datum. No index comes with a datum, so its noise is a hash of
-its numbers and of the particle's (`keys`, `normals`). Augmented inputs are new data, whose noise averages out.
+A particle must meet the same noise whenever it meets a datum, so that is a hash of the datum's numbers and the
+particle's (`keys`, `normals`). Augmented inputs are new data, whose noise averages out.
 """
 
 import math

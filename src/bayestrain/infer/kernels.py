@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer.particles import Particles, count, flatten
-from bayestrain.infer.spread import Spread
+from bayestrain.infer.particles import Particles, Spread, count, flatten
 
 Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError, check_counts
-from bayestrain.infer.particles import Particles, count, flatten, unflatten
-from bayestrain.infer.spread import Spread
+from bayestrain.infer.particles import Particles, Spread, count, flatten, unflatten
 
 Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 """``gradients(particles, batch) -> (log densities (n,), {name: gradient (n, ...)})``, see `value_and_grad`."""
@@ -179,7 +178,8 @@ class Method:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless `load_state_dict` and a step after it succeed: both are tried on a copy."""
-        trial = copy.deepcopy(self, {id(self.gradients): _no_gradients})
+        zeros = value_and_grad(lambda leaves, _: next(iter(leaves.values())).reshape(len(self), -1).sum(1) * 0)
+        trial = copy.deepcopy(self, {id(self.gradients): zeros})
         vars(trial.optimizer).update({**vars(self.optimizer), **vars(trial.optimizer)})  # what is not copied
         try:
             trial._restore(state)
@@ -223,11 +223,6 @@ class Ensemble(Method):
     name = "ensemble"
     fewest = 2
     advice = "Use MAP for a single point."
-
-
-def _no_gradients(particles: Particles, _: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    first = next(iter(particles.values()))
-    return first.new_zeros(len(first)), {name: torch.zeros_like(tensor) for name, tensor in particles.items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer.method import Method
-from bayestrain.infer.spread import Spread
+from bayestrain.infer.particles import Spread
 
 WINDOW = 2  # the preconditioner is a mean over at least half of all steps: one that follows the chain widens it
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayestrain.errors import ConfigError, check_counts
 from bayestrain.infer import stack
 from bayestrain.nn.fast import fast
-from bayestrain.nn.sizes import count_parameters, factorized_weights, ranks
+from bayestrain.nn.sizes import count_parameters, ranks
 from bayestrain.posterior.likelihoods import Classification, Likelihood, one_tensor
 from bayestrain.posterior.prediction import Prediction, fit_temperature
 
@@ -47,17 +47,21 @@ class Joint(nn.Module):
         return part(self, *inputs)
 
     def batched(
-        self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor, size: int | None = None,
+        self,
+        particles: Mapping[str, Tensor],
+        part: Part,
+        *inputs: Tensor,
+        size: int | None = None,
         each: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one.
 
         A tensor `each` has an input ``(n, ...)`` for every particle, which is the last.
         """
         n = len(next(iter(particles.values())))
-        size = size or n
+        size = min(size or n, n)
         chunks = [{k: t[i : i + size] for k, t in particles.items()} for i in range(0, n, size)]
-        if size >= n:
+        if size == n:
             chunks = [dict(particles)]  # the gradient of a slice would be one more copy
         own = [()] * len(chunks) if each is None else [(rows,) for rows in each.split(size)]
         with self._lock:
@@ -85,11 +89,6 @@ class Joint(nn.Module):
                 "such as an LSTM or a branch on values. Pass chunk=1 to run particles one by one. PyTorch says: "
                 f"{str(error).split('. ')[0]}."
             ) from error
-
-    def remove_lambda(self) -> None:
-        """Keep the ranks as they are: remove lambda from all weights."""
-        for weight in factorized_weights(self).values():
-            weight.rank_state = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers, each under its first name."""

@@ -165,11 +165,10 @@ class Posterior(ParticleModel):
             for name, anchor in method.anchors.items():
                 if anchor.shape == of_prior[name].shape:
                     of_prior[name] = of_prior[name] + anchor * (self._prior_weight / self.prior.variance)
+        chunks = [slice(i, i + size) for i in range(0, n, size)]
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-                found = [
-                    self._part(slice(i, i + size), self._log_likelihood, *batch, each=own) for i in range(0, n, size)
-                ]
+                found = [self._part(each, self._log_likelihood, *batch, each=own) for each in chunks]
         except (RuntimeError, ConfigError) as error:
             # PyTorch 2.11 cannot run the last one, a part of its checkpoints, under vmap.
             if any(sign in str(error) for sign in (RECOMPUTES, "use_reentrant", "_NoopSaveInputs")):
@@ -262,8 +261,8 @@ class Posterior(ParticleModel):
         """
         old = self.prior
         variance, weight = old.variance if variance is None else variance, old.weight if weight is None else weight
+        old.remove_()
         self.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
-        self.joint.remove_lambda()
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
         self.method.optimizer.state.clear()
@@ -298,8 +297,8 @@ class Posterior(ParticleModel):
             stacked = {**state["method"]["particles"], **state["carried"]}
             one = {name: tensor[0] for name, tensor in stacked.items()} | state["shared"]
             trial = copy.deepcopy(self.joint)
-            if state["ranks_fixed"]:
-                trial.remove_lambda()
+            for weight in factorized_weights(trial).values() if state["ranks_fixed"] else ():
+                weight.rank_state = None
             if odd := sorted(trial.tensors().keys() ^ one.keys()):
                 raise ShapeError(f"only one of the two has {odd[0]!r}")
             trial.load_state_dict(one, strict=False)  # not strict: a tensor with several names is there under one

@@ -1,5 +1,6 @@
 """`RankPrior`, under which factorised weights find their ranks, and `NormalPrior` for dense networks."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -21,20 +22,15 @@ from bayestrain.prior.watch import Watch
 
 UPDATES = {"newton": density.newton_step, "gradient": density.gradient_step}
 
-ALIGN_SWEEPS = 5
-"""Rounds of Newton steps of every lambda after an alignment; the steps that follow do the rest."""
-
-EARLY = 4
-"""How many times as often rank indices are aligned at first, when ranks are decided."""
+ALIGN_SWEEPS = 5  # rounds of Newton steps of every lambda after an alignment; the steps that follow do the rest
+EARLY = 4  # how many times as often rank indices are aligned at first, when ranks are decided
+SMALL = 1 << 16  # tensors up to this size are joined before they are summed; copying larger ones would cost more
 
 POSITIVE = "must be positive", lambda x: 0 < x < math.inf
 NOT_NEGATIVE = "cannot be negative", lambda x: 0 <= x < math.inf
 
 WARMUP, LONGEST_WARMUP = 250, 1000
 """Default steps of warm-up with as many entries of cores as terms of data, growing as the root of their ratio."""
-
-SMALL = 1 << 16
-"""Tensors up to this size are joined before they are summed; copying larger ones would cost more than it saves."""
 
 
 class NormalPrior:
@@ -158,8 +154,7 @@ class NormalPrior:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state_dict`."""
-        steps, weight = int(state["steps"]), float(state["weight"])
-        warmup = int(state.get("warmup_steps", self.warmup_steps))  # older states have none
+        steps, weight, warmup = int(state["steps"]), float(state["weight"]), int(state["warmup_steps"])
         _check(*NOT_NEGATIVE, steps=steps, weight=weight, warmup_steps=warmup)
         self.steps, self.weight, self.warmup_steps = steps, weight, warmup
 
@@ -169,7 +164,6 @@ class RankPrior(NormalPrior):
 
     Used as `NormalPrior` is. Lambda is attached to the weights and saved in the model's ``state_dict``; a new prior on
     a loaded model continues with it. Freeze first what shall not train: a weight without a core that trains has none.
-
     A `CollapseWarning` says so, once, if the prior erases a weight.
 
     Args:
@@ -182,8 +176,7 @@ class RankPrior(NormalPrior):
         start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a normalisation behind them makes it free:
             one of PyTorch's, or a module with an attribute ``forgets_scale = True``. "auto" finds those, and warns
-            where it cannot be sure; naming a layer vouches for it. Cores, lambda, bias and running statistics are
-            rescaled together, so that the network computes the same.
+            where it cannot be sure; naming a layer vouches for it. The network computes the same.
         align_every: every so many steps, four times as often in the first two periods, rank indices are turned to the
             singular directions of their bonds: ranks are found sooner and more surely. 0 for never.
     """
@@ -270,7 +263,8 @@ class RankPrior(NormalPrior):
         return {**super().state_dict(), "watch": self._watch.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        watch = self._watch.restored(state["watch"]) if "watch" in state else self._watch  # older ones have none
+        watch = copy.copy(self._watch)
+        watch.load_state_dict(state["watch"])
         super().load_state_dict(state)
         self._watch = watch
 

@@ -1,4 +1,4 @@
-"""One run in several processes that `torchrun` started: who does what. PyTorch's engine does the work.
+"""One run in several processes that `torchrun` started: who does what.
 
 `World` arranges the processes in a mesh of particles x data: those along "data" have the same particles and share each
 batch, those along "particles" have different particles. One network has all of them along "data". What is decided from
@@ -110,10 +110,9 @@ class World:
         if self.size == 1 or particles == 1:
             return
         if self.size % replicas or self.size // replicas > particles:
-            processes = f"{self.size} processes with posterior.replicas {replicas}"
             raise ConfigError(
-                f"{processes} do not go with {particles} particles: every {replicas} processes need a particle of "
-                "their own. Start fewer processes, or choose replicas that divide their number."
+                f"{self.size} processes with posterior.replicas {replicas} do not go with {particles} particles: every "
+                f"{replicas} need one of their own. Start fewer processes, or choose replicas that divide their number."
             )
         self.parts, self.replicas = self.size // replicas, replicas
         from torch.distributed.device_mesh import init_device_mesh

@@ -52,8 +52,6 @@ class Muon(torch.optim.AdamW):
     def __init__(
         self, params: nn.Module | Iterable[Any], lr: float | Tensor = 3e-3, *, momentum: float = 0.95, **options: Any
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"momentum must be at least 0 and less than 1, got {momentum}.")
         if isinstance(params, nn.Module):
             params = muon_groups([(n, p) for n, p in params.named_parameters() if p.requires_grad], params)
         groups = list(params)
