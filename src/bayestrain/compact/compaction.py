@@ -163,8 +163,7 @@ def _notes(
             where = f" in {vanished} of {weight.number} particles" if weight.number > 1 else ""
             notes.append(
                 f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
-                "data before they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower "
-                "the prior's weight."
+                "data early: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's weight."
             )
         elif row.changed and max(row.ranks) == 1:
             remedy = "allow more parameters" if budget else "lower the prior weight"

@@ -35,7 +35,6 @@ class Anchored(Ensemble):
 
     name = "anchored"
     options = Ensemble.options | {"seed"}
-    advice = "Use MAP for a single point."
 
     def __init__(self, *args: Any, seed: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -63,8 +63,6 @@ class Method:
     options: ClassVar[frozenset[str]] = frozenset({"optimizer", "clip"})
     """The arguments that a user may choose."""
     fewest: ClassVar[int] = 1
-    most: ClassVar[int | None] = None
-    advice: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -93,9 +91,8 @@ class Method:
     @classmethod
     def check_number(cls, n: int) -> None:
         """Raise `ConfigError` unless the method works with n particles."""
-        if n < cls.fewest or (cls.most is not None and n > cls.most):
-            bound = f"at least {cls.fewest}" if n < cls.fewest else f"at most {cls.most}"
-            raise ConfigError(f"{cls.name} needs {bound} particle(s), got {n}. {cls.advice}".strip())
+        if n < cls.fewest:
+            raise ConfigError(f"{cls.name} needs at least {cls.fewest} particle(s), got {n}.")
 
     def __len__(self) -> int:
         return len(self.broken)
@@ -209,20 +206,10 @@ class Method:
         self.broken.copy_(state["broken"])
 
 
-class MAP(Method):
-    """A single point that climbs the log density to the maximum a posteriori; arguments as for `Method`."""
-
-    name = "map"
-    most = 1
-    advice = "Use Ensemble for several."
-
-
 class Ensemble(Method):
-    """Particles that climb the log density and do not interact: a deep ensemble (Lakshminarayanan 2017)."""
+    """Particles that climb the log density and do not interact: a deep ensemble (Lakshminarayanan 2017); one is MAP."""
 
     name = "ensemble"
-    fewest = 2
-    advice = "Use MAP for a single point."
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

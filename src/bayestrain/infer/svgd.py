@@ -34,7 +34,6 @@ class SVGD(Method):
     name = "svgd"
     options = Method.options | {"kernel"}
     fewest = 2
-    advice = "A single particle has nothing to be repelled by: use MAP for a single point."
 
     def __init__(self, *args: Any, kernel: Kernel = rbf, **options: Any) -> None:
         super().__init__(*args, **options)

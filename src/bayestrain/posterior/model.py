@@ -85,9 +85,8 @@ class Joint(nn.Module):
             if "vmap" not in str(error) and "Batching rule not implemented" not in str(error):
                 raise
             raise ConfigError(
-                "The network cannot run for several particles at once: torch.vmap does not support an operation in it, "
-                "such as an LSTM or a branch on values. Pass chunk=1 to run particles one by one. PyTorch says: "
-                f"{str(error).split('. ')[0]}."
+                "The network cannot run for several particles at once, because of an LSTM, a branch on values or the "
+                f"like: pass chunk=1 to run them one by one. PyTorch says: {str(error).split('. ')[0]}."
             ) from error
 
     def tensors(self) -> dict[str, Tensor]:

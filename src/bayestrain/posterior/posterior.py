@@ -57,7 +57,7 @@ class Posterior(ParticleModel):
         num_data: number of training examples.
         likelihood: "classification", "regression", a `Likelihood`, or a function ``(outputs, targets) -> log
             probability of each datum``.
-        method: "svgd", "anchored", "ensemble", "sgld", "hmc" (with all data in every step) or "map".
+        method: "svgd", "anchored", "ensemble" (of one: MAP), "sgld" or "hmc" (with all data in every step).
         prior: makes the prior of one network; default ``RankPrior(model, num_data)``, or ``NormalPrior`` if the network
             has no factorised weight.
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A

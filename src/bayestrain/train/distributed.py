@@ -77,8 +77,8 @@ def join(device: torch.device) -> None:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise ConfigError(
             f"Process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} has not met the others at {where} "
-            f"within {seconds:g} s: {str(error).partition(chr(10))[0]} Start all of them with torchrun, on every node "
-            f"with the same --rdzv-endpoint, or unset WORLD_SIZE. {TIMEOUT} sets the time to wait in seconds."
+            f"within {seconds:g} s ({TIMEOUT}): {str(error).partition(chr(10))[0]} Start all of them with torchrun, on "
+            "every node with the same --rdzv-endpoint, or unset WORLD_SIZE."
         ) from error
     atexit.register(_leave)
 
@@ -93,7 +93,6 @@ class World:
     """The processes of a run; alone, one process that has all particles and all data.
 
     Args:
-        device: where this process computes.
         particles: of all processes.
         replicas: processes that have the same particles and share the batches.
         alone: whatever others there are.

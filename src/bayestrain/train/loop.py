@@ -165,9 +165,8 @@ class Loop:
             self.forgotten = True
             warnings.warn(
                 f"The prior undoes the training: at epoch {self.epoch} the likelihood loss is {now:.4g}, after "
-                f"{best:.4g} before the prior took effect and {first:.4g} at first. Does the likelihood sum over "
-                "the outputs of a datum, instead of averaging? If so, try a smaller weight of the prior, or longer "
-                "warmup_epochs.",
+                f"{best:.4g} before the prior took effect and {first:.4g} at first. The likelihood must sum over the "
+                "outputs of a datum, not average. If it does, lower the prior's weight, or raise warmup_epochs.",
                 CollapseWarning,
                 stacklevel=2,
             )
