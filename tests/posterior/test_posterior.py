@@ -293,7 +293,8 @@ def test_compaction_to_a_budget_and_fixed_ranks_have_another_prior() -> None:
     budget = posterior.parameters_each - 20
     posterior.compact_(parameters=budget)
     assert posterior.parameters_each <= budget
-    posterior.fix_ranks_(variance=7.0, weight=0.5)
+    posterior.prior.variance, posterior.prior.weight = 7.0, 0.5
+    posterior.fix_ranks_()
     assert (posterior.prior.variance, posterior.prior.weight) == (7.0, 0.5)
     assert not any("rank_state" in name for name in (*posterior.carried, *posterior.template.state_dict()))
     assert not posterior.method.optimizer.state

@@ -40,9 +40,8 @@ class Anchored(Ensemble):
         super().__init__(*args, **options)
         self.anchors = {name: tensor.detach().clone() for name, tensor in self.particles.items()}
         """Where the particles started: draw that from the prior."""
-        own = self.spread.own
+        own = self.spread.own  # numbers tell the particles' noise apart
         self.numbers = torch.arange(own.start, own.stop, device=self.broken.device) + seed * 1_000_003
-        """What tells the particles' noise apart."""
 
     def keep_(self, indices: Sequence[int]) -> None:
         super().keep_(indices)

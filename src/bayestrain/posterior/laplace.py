@@ -40,12 +40,10 @@ class Laplace:
     """
 
     def __init__(
-        self, joint: Joint, names: list[str], values: Tensor, vectors: Tensor, log_likelihood: float,
-        precision: float | None,
-    ) -> None:  # fmt: skip
-        self.joint, self.names, self.values, self.vectors = joint, names, values, vectors
-        self._theta = {name: joint.tensors()[name].detach() for name in names}
-        square = float(sum(tensor.double().square().sum() for tensor in self._theta.values()))
+        self, joint: Joint, theta: Named, values: Tensor, vectors: Tensor, log_density: float, precision: float | None
+    ) -> None:
+        self.joint, self.names, self._theta, self.values, self.vectors = joint, list(theta), theta, values, vectors
+        square = float(sum(tensor.double().square().sum() for tensor in theta.values()))
         if precision is None:  # the evidence rises with delta while the data determine more than delta |theta|^2
             low, high = -20.0, 20.0  # of its logarithm
             while high - low > 1e-4:
@@ -56,9 +54,7 @@ class Laplace:
         self.precision = precision
         self.effective = float((values / (values + precision)).sum())
         determinant = float((values + precision).log().sum())
-        self.log_evidence = log_likelihood + 0.5 * (
-            len(values) * math.log(precision) - precision * square - determinant
-        )
+        self.log_evidence = log_density + 0.5 * (len(values) * math.log(precision) - precision * square - determinant)
 
     def draws(self, n: int, seed: int = 0) -> Named:
         """Draw n differences to the trained parameters, stacked."""
@@ -136,7 +132,7 @@ def laplace(
             curvature = curvature.to(rows) + rows.mT @ rows
             log_likelihood += value
     values, vectors = torch.linalg.eigh(curvature)
-    return Laplace(joint, names, values.clamp_min(0), vectors, log_likelihood, precision)
+    return Laplace(joint, theta, values.clamp_min(0), vectors, log_likelihood, precision)
 
 
 def _roots(joint: Joint, theta: Named, x: Tensor, y: Tensor) -> tuple[Tensor, float]:

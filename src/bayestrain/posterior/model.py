@@ -33,8 +33,7 @@ class Joint(nn.Module):
         super().__init__()
         self.model, self.likelihood = model, likelihood
         self._lock, self._idle = RLock(), list[Joint]()
-        self._aliases: dict[str, str] = {}
-        """The first name of every tensor, by its other names: functional_call mixes them up in modules used twice."""
+        self._aliases: dict[str, str] = {}  # functional_call mixes up the names of a tensor in modules used twice
         first: dict[Tensor, str] = {}
         for path, module in self.named_modules():
             own = module.named_parameters(path, False, False), module.named_buffers(path, False, False)
@@ -47,40 +46,29 @@ class Joint(nn.Module):
         return part(self, *inputs)
 
     def batched(
-        self,
-        particles: Mapping[str, Tensor],
-        part: Part,
-        *inputs: Tensor,
-        size: int | None = None,
-        each: Tensor | None = None,
+        self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor, size: int | None = None
     ) -> dict[str, Tensor]:
-        """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one.
-
-        A tensor `each` has an input ``(n, ...)`` for every particle, which is the last.
-        """
+        """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one."""
         n = len(next(iter(particles.values())))
         size = min(size or n, n)
         chunks = [{k: t[i : i + size] for k, t in particles.items()} for i in range(0, n, size)]
         if size == n:
             chunks = [dict(particles)]  # the gradient of a slice would be one more copy
-        own = [()] * len(chunks) if each is None else [(rows,) for rows in each.split(size)]
         with self._lock:
-            return joined([self._at_once(*both, part, inputs) for both in zip(chunks, own, strict=True)])
+            return joined([self._at_once(chunk, part, inputs) for chunk in chunks])
 
-    def _at_once(
-        self, particles: dict[str, Tensor], each: tuple[Tensor, ...], part: Part, inputs: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
-        def one(tensors: Mapping[str, Tensor], *own: Tensor) -> Any:
+    def _at_once(self, particles: dict[str, Tensor], part: Part, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        def one(tensors: Mapping[str, Tensor]) -> Any:
             others = {alias: tensors[name] for alias, name in self._aliases.items() if name in tensors}
-            return functional_call(self, {**tensors, **others}, (part, *inputs, *own), tie_weights=False)
+            return functional_call(self, {**tensors, **others}, (part, *inputs), tie_weights=False)
 
         if len(next(iter(particles.values()))) == 1:
-            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()}, *(own[0] for own in each))
+            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})
             return {name: tensor[None] for name, tensor in found.items()}
         # Batch norm under vmap cannot ask for other memory formats, so a channel of one must not look like one.
         inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)
         try:
-            return vmap(one, randomness="different")(particles, *each)  # type: ignore[no-any-return]
+            return vmap(one, randomness="different")(particles)  # type: ignore[no-any-return]
         except RuntimeError as error:
             if "vmap" not in str(error) and "Batching rule not implemented" not in str(error):
                 raise

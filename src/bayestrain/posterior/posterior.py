@@ -26,6 +26,7 @@ RECOMPUTES = (
     "the backward pass their weights are no longer in the network. Turn that off; a smaller chunk saves memory, too."
 )
 
+KEYS = "noise_keys"  # what each particle's joint has them as
 NARROW = 0.5  # particles that have less of the posterior's width are not said to be spread like it
 
 
@@ -159,16 +160,16 @@ class Posterior(ParticleModel):
         self.template.train()
         n, size, method = len(self), self._training_chunk or self.chunk or len(self), self.method
         of_prior, self._seen = self._part(slice(n), log_prior)
-        own = None
+        own = {}
         if isinstance(method, Anchored) and self._perturbed:
-            own = keys(batch, method.numbers)
+            own[KEYS] = keys(batch, method.numbers)
             for name, anchor in method.anchors.items():
                 if anchor.shape == of_prior[name].shape:
                     of_prior[name] = of_prior[name] + anchor * (self._prior_weight / self.prior.variance)
         chunks = [slice(i, i + size) for i in range(0, n, size)]
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-                found = [self._part(each, self._log_likelihood, *batch, each=own) for each in chunks]
+                found = [self._part(each, self._log_likelihood, *batch, **own) for each in chunks]
         except (RuntimeError, ConfigError) as error:
             # PyTorch 2.11 cannot run the last one, a part of its checkpoints, under vmap.
             if any(sign in str(error) for sign in (RECOMPUTES, "use_reentrant", "_NoopSaveInputs")):
@@ -182,23 +183,26 @@ class Posterior(ParticleModel):
         total = torch._foreach_add([gradients[name] for name in particles], [of_prior[name] for name in particles])
         return density + prior, dict(zip(particles, total, strict=True))
 
-    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
-        outputs = joint.model(x)
+    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        outputs, key = joint.model(x), getattr(joint, KEYS, None)
         mean = joint.likelihood.log_prob(outputs, y).mean()
         climbed = mean if key is None else joint.likelihood.perturbed(outputs, y, key).mean()
         seen = {"log_likelihood": mean.detach(), "outputs": full_precision(outputs).detach()}
         return {"density": self.num_data * self.share * climbed, **seen}
 
     def _part(
-        self, which: slice, part: Part, *inputs: Tensor, each: Tensor | None = None
+        self, which: slice, part: Part, *inputs: Tensor, **own: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of a density of some particles, and what the part returned, with the buffers after it."""
+        """The gradients of a density of some particles, and what the part returned, with the buffers after it.
+
+        Each particle's joint has its `own` while the part runs.
+        """
         leaves = {name: tensor[which].detach().requires_grad_() for name, tensor in self.particles.items()}
         # A pass changes batch norm's buffers; the prior, which has no inputs, only reads its own.
         changed = {n: t[which].clone() for n, t in self.carried.items() if inputs and ".rank_state." not in n}
         with torch.enable_grad():
-            own = None if each is None else each[which]
-            found = self.joint.batched({**leaves, **(changed if inputs else self.carried)}, part, *inputs, each=own)
+            others = {**(changed if inputs else self.carried), **{name: tensor[which] for name, tensor in own.items()}}
+            found = self.joint.batched({**leaves, **others}, part, *inputs)
             total, wanted = found["density"].sum(), list(leaves.values())
             gradients = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
         found["density"] = found["density"].detach()
@@ -254,15 +258,14 @@ class Posterior(ParticleModel):
         self._changed()
         return report
 
-    def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
-        """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, variance) from here on.
+    def fix_ranks_(self) -> None:
+        """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, `prior.variance`) from here on.
 
-        Variance and prior weight stay as they were unless given. The optimiser loses its moments.
+        The weight of the prior stays as it was. The optimiser loses its moments.
         """
         old = self.prior
-        variance, weight = old.variance if variance is None else variance, old.weight if weight is None else weight
         old.remove_()
-        self.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
+        self.prior = NormalPrior(self.template, self.num_data, variance=old.variance, weight=old.weight)
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
         self.method.optimizer.state.clear()
@@ -310,7 +313,8 @@ class Posterior(ParticleModel):
         except Exception as error:  # damage can raise anything
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
         if state["ranks_fixed"]:
-            self.fix_ranks_(variance)
+            self.fix_ranks_()
+            self.prior.variance = variance
         self.joint.load_state_dict(one, strict=False)
         for name, tensor in state["carried"].items():
             self.carried[name] = tensor.to(self.carried[name], copy=True)

@@ -173,7 +173,6 @@ class RankPrior(NormalPrior):
         update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
         floor: smallest lambda of a bond, relative to its largest.
         other_variance: prior variance of all parameters that are no cores, and of cores without bonds.
-        start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a normalisation behind them makes it free:
             one of PyTorch's, or a module with an attribute ``forgets_scale = True``. "auto" finds those, and warns
             where it cannot be sure; naming a layer vouches for it. The network computes the same.
@@ -194,14 +193,12 @@ class RankPrior(NormalPrior):
         update: str = "newton",
         floor: float = FLOOR,
         other_variance: float = density.OTHER_VARIANCE,
-        start: float = 1.0,
         hold_scale: str | Iterable[str] = "auto",
         align_every: int = 100,
     ) -> None:
-        _check(*POSITIVE, a=a, b=b, start=start, other_variance=other_variance)
+        _check(*POSITIVE, a=a, b=b, other_variance=other_variance)
         _check(*NOT_NEGATIVE, align_every=align_every)
         _check(f"must be one of {tuple(UPDATES)}", UPDATES.__contains__, update=update)
-        _check("must lie between exp(-30) and exp(30)", lambda x: abs(math.log(x)) <= density.LIMIT, start=start)
         _check("is relative to the largest lambda and must lie in (0, 1)", lambda x: 0 < x < 1, floor=floor)
         super().__init__(
             model, num_data, terms_per_datum=terms_per_datum, variance=other_variance, weight=weight,
@@ -219,11 +216,8 @@ class RankPrior(NormalPrior):
         self.held = layers_to_hold(model, self.weights, hold_scale)
         """The layers whose norm is held, each with the normalisations behind it."""
         for name, own in self.weights.items():
-            fresh = own.rank_state is None
             state = own.attach_rank_state()
             state.a, state.b, state.floor = a, b, floor
-            for u in state.log_lambdas if fresh else ():
-                u.fill_(math.log(start))
             if name in self.held:
                 state.held_norm.copy_(torch.where(state.held_norm > 0, state.held_norm, norm_of(own).detach()))
         trained = {name: own for name, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
@@ -264,7 +258,8 @@ class RankPrior(NormalPrior):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         watch = copy.copy(self._watch)
-        watch.load_state_dict(state["watch"])
+        if "watch" in state:  # that of a `NormalPrior` has none
+            watch.load_state_dict(state["watch"])
         super().load_state_dict(state)
         self._watch = watch
 

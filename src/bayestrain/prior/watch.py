@@ -29,8 +29,7 @@ class Watch:
         known: list[tuple[Any, nn.Module, str]] = [(m._parameters[n], m, n) for m, n in places]
         self.places = [(m, n) for p, m, n in known if not nn.parameter.is_lazy(p) and p.ndim > 1]
         self.weights = dict(weights)
-        self.ranks = [own.ranks for own in weights.values()]
-        """At the last look: what a cut took away is no loss."""
+        self.ranks = [own.ranks for own in weights.values()]  # at the last look: what a cut took away is no loss
         self.start = self._norms()
         self.shares = [1.0] * len(self.start)
 

@@ -33,7 +33,6 @@ class Batches:
     `data` are one of `KINDS`, where images are any object with ``batches(batch_size, shuffle=, generator=, device=)``.
     Inputs may be a tensor or a dict, list or tuple of tensors. `batch_size` and `shuffle`, which draws a new order for
     each pass from torch's global generator, do not concern data that come in batches. Errors call the data `name`.
-
     `num_data` and `steps`, the data and batches of a pass, are 0 until `count`, if only a pass can determine them.
 
     In a `world` of several processes every one yields its part of the same batches. Of data with an attribute

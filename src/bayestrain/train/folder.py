@@ -111,8 +111,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         content = io.BytesIO()
         torch.save({**state, "format": FORMAT}, content)
         if self.checkpoint.name == LAST and self.checkpoint.is_file():
-            (self.path / PREVIOUS).unlink(missing_ok=True)
-            shutil.copyfile(self.checkpoint, self.path / PREVIOUS)
+            self.checkpoint.replace(self.path / PREVIOUS)
         data = content.getvalue()
         self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
         self.checkpoint, needed = self.path / LAST, self._parts
