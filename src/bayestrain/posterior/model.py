@@ -155,9 +155,12 @@ class ParticleModel:
 
     def to(self, device: torch.device | str) -> "ParticleModel":
         """Return the same particles on another device, to predict with; a `Posterior` trains where it was made."""
-        particles, carried = ({k: t.detach().to(device) for k, t in d.items()} for d in (self.particles, self.carried))
+        return self._moved(device, lambda tensor: tensor)
+
+    def _moved(self, device: torch.device | str, change: Callable[[Tensor], Tensor]) -> "ParticleModel":
+        both = ({k: change(t.detach()).to(device) for k, t in d.items()} for d in (self.particles, self.carried))
         with self.joint.lent() as joint:
-            moved = ParticleModel(copy.deepcopy(joint).to(device), particles, carried)
+            moved = ParticleModel(copy.deepcopy(joint).to(device), *both)
         moved.chunk = self.chunk
         return moved
 

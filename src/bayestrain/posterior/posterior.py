@@ -330,10 +330,7 @@ class Posterior(ParticleModel):
     @torch.no_grad()
     def gathered(self) -> ParticleModel:
         """Return all particles, on the CPU of every process, if they are spread over several."""
-        if (spread := self.method.spread).group is None:
-            return self
-        tensors = [{k: spread.gather(t.detach()).cpu() for k, t in d.items()} for d in (self.particles, self.carried)]
-        return ParticleModel(copy.deepcopy(self.joint).cpu(), *tensors)
+        return self if self.method.spread.group is None else self._moved("cpu", self.method.spread.gather)
 
     def _changed(self) -> None:
         self._training_chunk = None

@@ -92,17 +92,16 @@ class NormalPrior:
 
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included; differentiable."""
-        found: list[Any] = [module._parameters[name] for module, name in self._others]
-        sharded = density.exact([parameter for parameter in found if is_sharded(parameter)])
-        flat = density.exact([parameter.reshape(-1) for parameter in found if not is_sharded(parameter)])
+        own: list[Any] = [module._parameters[name] for module, name in self._others]
+        found = density.exact(own)
+        flat = [tensor.reshape(-1) for tensor in found if not is_sharded(tensor)]
         small = [tensor for tensor in flat if tensor.numel() <= SMALL]
         parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
-        entries = sum(tensor.numel() for tensor in [*flat, *sharded])
         sums = [part.square().sum() for part in parts] or [torch.zeros(())]
-        if sharded:
-            sums.append(whole(reduce(torch.add, [shard.square().sum() for shard in sharded])))
-        squares = total(sums)
-        others = -0.5 * (squares / self.variance + entries * math.log(2 * math.pi * self.variance))
+        if sharded := [tensor.square().sum() for tensor in found if is_sharded(tensor)]:
+            sums.append(whole(reduce(torch.add, sharded)))
+        entries = sum(tensor.numel() for tensor in found)
+        others = -0.5 * (total(sums) / self.variance + entries * math.log(2 * math.pi * self.variance))
         return total([*(group.log_prob(self.variance) for group in self.groups), others])
 
     def loss(self, weight: Tensor | float | None = None) -> Tensor:
