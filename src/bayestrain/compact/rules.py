@@ -131,7 +131,7 @@ class Priced:
 
     def entries(self, ranks: Sequence[int]) -> int:
         """Entries of all cores with these ranks."""
-        return sum(map(math.prod, self.equation.shapes(self.modes, ranks)))
+        return self.equation.entries(self.modes, ranks)
 
     def freed(self, ranks: Sequence[int], bond: int) -> int:
         """Entries that one index of this bond takes."""

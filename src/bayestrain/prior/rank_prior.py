@@ -221,9 +221,8 @@ class RankPrior(NormalPrior):
                 state.held_norm.copy_(torch.where(state.held_norm > 0, state.held_norm, norm_of(own).detach()))
         trained = {name: own for name, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
         if warmup_steps is None:
-            starts = [(own, own.attach_rank_state().start) for own in trained.values()]  # also of a compacted model
-            shapes = [shape for own, ranks in starts for shape in own.equation.shapes(own.layout.sizes, ranks)]
-            ratio = sum(map(math.prod, shapes)) / self._terms
+            sizes = [(own, own.attach_rank_state().start) for own in trained.values()]  # also of a compacted model
+            ratio = sum(own.equation.entries(own.layout.sizes, start) for own, start in sizes) / self._terms
             self.warmup_steps = round(min(WARMUP * math.sqrt(ratio), LONGEST_WARMUP))
         self._others = _places(model, (core for own in trained.values() for core in own.cores))
         group = getattr(fast(), "group", Group)(trained, self.held)  # None where perf would not be faster

@@ -69,8 +69,8 @@ class RankSearch:
         if prior is not None:
             prior.steps = steps
         for weight in weights:  # a target is approached from the size of the start
-            shapes = weight.equation.shapes(weight.layout.sizes, weight.attach_rank_state().start)
-            self.search.start += sum(map(math.prod, shapes)) - weight.numel
+            start = weight.equation.entries(weight.layout.sizes, weight.attach_rank_state().start)
+            self.search.start += start - weight.numel
 
     @property
     def running(self) -> NormalPrior | None:

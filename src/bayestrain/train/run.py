@@ -228,7 +228,7 @@ def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[s
         if weight := weights.get(name):
             kind = {"format": weight.format.name, "layout": weight.layout.name, "shape": weight.shape}
             dense += weight.dense_numel - weight.numel
-            start += sum(map(math.prod, weight.equation.shapes(weight.layout.sizes, start_ranks[name]))) - weight.numel
+            start += weight.equation.entries(weight.layout.sizes, start_ranks[name]) - weight.numel
         elif isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
             kind = {"format": "", "layout": "", "shape": tuple(module.weight.shape)}
         else:
