@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import nn
 
 from bayestrain.compact.rules import cheapest_ranks, cut, priced
-from bayestrain.compact.weights import Weight, find_weights
+from bayestrain.compact.weights import Particles, Weight, find_weights
 from bayestrain.errors import ConfigError, check_counts
 from bayestrain.nn.sizes import count_parameters
 from bayestrain.prior import check_weight_decay
 from bayestrain.tables import text_table
-
-if TYPE_CHECKING:
-    from bayestrain.posterior import ParticleModel
 
 RULES = ("rounding", "contribution", "lambda")
 
@@ -87,7 +84,7 @@ class CompactReport:
 
 @torch.no_grad()
 def compact_(
-    model: "nn.Module | ParticleModel",
+    model: nn.Module | Particles,
     tol: float | None = None,
     *,
     parameters: int | None = None,

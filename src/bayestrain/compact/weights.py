@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,21 @@ from bayestrain.nn.factorized import FactorizedWeight, RankState, replace_data
 from bayestrain.nn.sizes import layer_name
 from bayestrain.prior.density import conditional_mode
 
-if TYPE_CHECKING:
-    from bayestrain.posterior import ParticleModel
+
+class Particles(Protocol):
+    """What compaction needs of a posterior; tensors are stacked ``{"model.<name in the template>": (n, ..)}``."""
+
+    particles: dict[str, Tensor]
+    carried: dict[str, Tensor]
+    template: nn.Module
+
+    def __len__(self) -> int: ...
 
 
 class Weight:
     """The factorised weight at `path` of n particles, or of a plain model; refuses one that cannot be compacted."""
 
-    def __init__(self, path: str, module: FactorizedWeight, posterior: "ParticleModel | None") -> None:
+    def __init__(self, path: str, module: FactorizedWeight, posterior: Particles | None) -> None:
         self.name, self.module, self.posterior = layer_name(path), module, posterior
         self.format, self.equation, self.layout = module.format, module.equation, module.layout
         self.number = 1 if posterior is None else len(posterior)
@@ -134,7 +141,7 @@ class Weight:
                 self.posterior.carried[f"{self._prefix}rank_state.log_lambda_{bond}"] = new
 
 
-def find_weights(model: "nn.Module | ParticleModel") -> tuple[nn.Module, list[Weight]]:
+def find_weights(model: nn.Module | Particles) -> tuple[nn.Module, list[Weight]]:
     """The network whose shapes all particles have, and its factorised weights; raises if it has none."""
     template, posterior = (model, None) if isinstance(model, nn.Module) else (model.template, model)
     paths = [(path, module) for path, module in template.named_modules() if isinstance(module, FactorizedWeight)]
