@@ -104,7 +104,6 @@ class Posterior(ParticleModel):
         if isinstance(found := self.method, Anchored) and self.prior.weights:  # lambda decides how wide cores' prior is
             found.anchors = {name: start for name, start in found.anchors.items() if ".cores." not in name}
         super().__init__(joints[0], self.method.particles, carried)
-        self._perturbed = True
         self.num_data, self.chunk, perf = num_data, chunk, fast()
         self._capture = None if perf is None or self.method.spread.group is not None else perf.Capture()
         self.share = 1.0  # the batch's weight where other processes have the rest of it, and how to sum over these
@@ -150,7 +149,9 @@ class Posterior(ParticleModel):
             self.joint.batched(tensors, move, size=1 if branching and self.prior.aligns_next else None)
         return PosteriorStep(seen["log_likelihood"], seen["log_prior"], seen["outputs"], alive)
 
-    def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _gradients(
+        self, particles: Mapping[str, Tensor], batch: Any, perturbed: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Log densities with gradients: the prior of all particles at once, then the likelihood chunk by chunk."""
 
         def log_prior(_: Joint) -> dict[str, Tensor]:
@@ -161,7 +162,7 @@ class Posterior(ParticleModel):
         n, size, method = len(self), self._training_chunk or self.chunk or len(self), self.method
         of_prior, self._seen = self._part(slice(n), log_prior)
         own = {}
-        if isinstance(method, Anchored) and self._perturbed:
+        if isinstance(method, Anchored) and perturbed:
             own[KEYS] = keys(batch, method.numbers)
             for name, anchor in method.anchors.items():
                 if anchor.shape == of_prior[name].shape:
@@ -217,11 +218,7 @@ class Posterior(ParticleModel):
         if len(self) < 2:
             raise ConfigError("One particle has no width. Compare at least 2.")
         self._prior_weight.fill_(self.prior.current_weight)
-        self._perturbed = False
-        try:
-            _, gradients = self._gradients(self.particles, (x, y))
-        finally:
-            self._perturbed, self._seen = True, {}
+        (_, gradients), self._seen = self._gradients(self.particles, (x, y), perturbed=False), {}
         theta, rows = flatten(self.particles), flatten(gradients)
         found = -float(((theta - theta.mean(0)).double() * rows).sum() / (theta.shape[1] * (len(self) - 1)))
         if found < NARROW:
