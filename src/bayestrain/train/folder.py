@@ -111,7 +111,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         content = io.BytesIO()
         torch.save({**state, "format": FORMAT}, content)
         if self.checkpoint.name == LAST and self.checkpoint.is_file():
-            self.checkpoint.replace(self.path / PREVIOUS)
+            (self.path / PREVIOUS).unlink(missing_ok=True)
+            shutil.copyfile(self.checkpoint, self.path / PREVIOUS)  # so that there is always a last one
         data = content.getvalue()
         self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
         self.checkpoint, needed = self.path / LAST, self._parts
