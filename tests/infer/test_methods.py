@@ -30,8 +30,8 @@ class TestHMC(InferenceKit):
     options: ClassVar[dict[str, Any]] = {"lr": 0.05, "leapfrogs": 8, "seed": 3}
 
 
-class TestMAP(InferenceKit):
-    name = "map"
+class TestEnsembleOfOne(InferenceKit):
+    name = "ensemble"
     n = 1
 
 
@@ -52,12 +52,7 @@ def test_every_method_takes_part() -> None:
 
 @pytest.mark.parametrize(
     ("name", "n", "said"),
-    [
-        ("svgd", 1, "svgd needs at least 2 .* got 1. .* use MAP for a single point"),
-        ("ensemble", 1, "ensemble needs at least 2 .* got 1. Use MAP for a single point"),
-        ("map", 0, "map needs at least 1 .* got 0"),
-        ("map", 2, "map needs at most 1 .* got 2. Use Ensemble for several"),
-    ],
+    [("svgd", 1, "svgd needs at least 2 .* got 1"), ("ensemble", 0, "ensemble needs at least 1 .* got 0")],
 )
 def test_a_wrong_number_of_particles_is_refused(name: str, n: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -79,9 +74,9 @@ def test_particles_that_are_not_alike_cannot_be_stacked() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_map_is_the_usual_training_loop(optimizer: str) -> None:
+def test_an_ensemble_of_one_is_the_usual_training_loop(optimizer: str) -> None:
     start = {"w": torch.randn(1, 3, 2, dtype=F64), "b": torch.randn(1, dtype=F64)}
-    method = build("map", density, start, optimizer)
+    method = build("ensemble", density, start, optimizer)
     usual = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
     stepper = OPTIMIZERS[optimizer](list(usual.values()))
     for batch in batches_of(10):
@@ -96,7 +91,7 @@ def test_map_is_the_usual_training_loop(optimizer: str) -> None:
 def test_an_ensemble_is_separate_runs_exactly_also_after_some_are_dropped() -> None:
     start, batches = {"w": torch.randn(5, 3, 2, dtype=F64), "b": torch.randn(5, dtype=F64)}, batches_of(8)
     method = build("ensemble", density, start, "adam")
-    alone = {i: build("map", density, {k: t[i : i + 1] for k, t in start.items()}, "adam") for i in (4, 1)}
+    alone = {i: build("ensemble", density, {k: t[i : i + 1] for k, t in start.items()}, "adam") for i in (4, 1)}
     for step, batch in enumerate(batches):
         if step == 4:
             method.keep_([4, 1])
@@ -109,8 +104,8 @@ def test_an_ensemble_is_separate_runs_exactly_also_after_some_are_dropped() -> N
 
 def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
     start = {"w": torch.ones(1, 3, 2), "b": torch.ones(1)}
-    method = build("map", bowl, start, optimizer=lambda named: torch.optim.Adam(named, lr=torch.tensor(0.1)))
-    state = build("map", bowl, start, optimizer=lambda named: torch.optim.Adam(named, lr=0.25)).state_dict()
+    method = build("ensemble", bowl, start, optimizer=lambda named: torch.optim.Adam(named, lr=torch.tensor(0.1)))
+    state = build("ensemble", bowl, start, optimizer=lambda named: torch.optim.Adam(named, lr=0.25)).state_dict()
     method.load_state_dict(state)  # from a device where it was a number
     assert isinstance(method.optimizer.param_groups[0]["lr"], Tensor)
     assert float(method.optimizer.param_groups[0]["lr"]) == 0.25

@@ -14,7 +14,8 @@ from scipy import stats
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ShapeError
-from bayestrain.posterior import ClassPrediction, at_temperature, auroc, fit_temperature
+from bayestrain.posterior import ClassPrediction, auroc, fit_temperature
+from bayestrain.posterior.prediction import at_temperature
 
 
 def softened(n: int, inputs: int, classes: int, scale: float = 2.0, seed: int = 0) -> Tensor:

@@ -64,7 +64,7 @@ def test_a_posterior_that_is_too_narrow_says_so(method: str, low: float, high: f
         assert low < posterior.width(x, y) < high
     assert all(torch.equal(posterior.particles[name], tensor) for name, tensor in before.items())
     with pytest.raises(ConfigError, match="One particle has no width"):
-        trained("map", x, y, n=1, steps=1).width(x, y)
+        trained("ensemble", x, y, n=1, steps=1).width(x, y)
 
 
 def test_minibatches_and_chunks_meet_the_same_noise() -> None:

@@ -33,7 +33,9 @@ def train_student(model: nn.Module, x: Tensor, y: Tensor, sigma: float, steps: i
     compact_(model)
 
 
-def found_by_linear_student(seed: int, planted: tuple[int, ...], steps: int = 600, **options: float) -> tuple[int, ...]:
+def found_by_linear_student(
+    seed: int, planted: tuple[int, ...], steps: int = 600, start: float = 1.0, **options: float
+) -> tuple[int, ...]:
     """Train on noisy outputs, as much noise as signal, of a teacher with these ranks; the ranks that are left."""
     torch.manual_seed(seed)
     count = len(planted) + 1
@@ -44,6 +46,8 @@ def found_by_linear_student(seed: int, planted: tuple[int, ...], steps: int = 60
         clean = teacher(x)
         y = clean + clean.std() * torch.randn_like(clean)
     model = nn.Sequential(TensorLinear(4**count, 3**count, max_rank=8, **folding))
+    for u in model[0].factorized.attach_rank_state().log_lambdas:
+        u.fill_(math.log(start))
     train_student(model, x, y, float(clean.std()), steps, **options)
     return model[0].factorized.ranks
 

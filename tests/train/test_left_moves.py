@@ -23,7 +23,7 @@ def subject(left: bool) -> Network:
     tensorize_(net, TensorizeConfig(max_rank=3), lambda _, name: name != "0")
     config = FitConfig(optimizer="sgd", clip_norm=1.0)
     prior = PriorConfig(weight=0.5, align_every=12, warmup_epochs=0.0)
-    setup = Setup(config, prior, PosteriorConfig(), 32, 4, None, 0, CPU, None, World(CPU))
+    setup = Setup(config, prior, PosteriorConfig(), 32, 4, World(CPU))
     found = Network(net, as_likelihood("classification"), setup)
     if left:  # as on a GPU, but for the recording
         perf = fast()

@@ -5,7 +5,7 @@ of which a plain model is one), `optimizers` slices or restarts the optimiser's 
 `averages` restarts those of the weights.
 """
 
-from bayestrain.compact.averages import restart_average_
 from bayestrain.compact.compaction import RULES, CompactedLayer, CompactReport, compact_
+from bayestrain.compact.optimizers import restart_average_
 
 __all__ = ["RULES", "CompactReport", "CompactedLayer", "compact_", "restart_average_"]

@@ -16,8 +16,7 @@ from bayestrain.tables import text_table
 
 RULES = ("rounding", "contribution", "lambda")
 
-VANISHED = 1e-3
-"""Norm of a weight, per root of its outputs, below which its layer probably passes nothing on; random starts have 1."""
+VANISHED = 1e-3  # norm per root of outputs of a weight that probably passes nothing on; random starts have 1
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,11 @@ def compact_(
         parameters: instead of a tolerance, how many parameters the model (each particle) may have. Ranks are cut in
             those layers where that changes the weights least.
         rule: None is "rounding" where the format can; other formats are cut by contribution, then fitted again.
-            "rounding" truncates optimally: the smallest ranks for the weight. It mixes rank indices, so the optimiser's
-            state of the cores that change restarts.
+            "rounding" finds the smallest ranks, but mixes rank indices: the optimiser's state of the cores restarts.
             "contribution" drops the rank indices whose exact contribution to the weight fits the tolerance. The others
             stay as they are, so training continues with the optimiser's state.
-            "lambda" is the paper's rule, lambda above a threshold. Multiplying a core by c and its neighbour by 1/c
-            moves every lambda and leaves the network as it is, so it may cut a bond that matters; no error is promised.
+            "lambda" is the paper's rule, lambda above a threshold. It depends on the gauge (a core times c, the next
+            one divided by c), so it may cut a bond that matters.
         optimizer: the optimiser that holds the cores, if it is to continue; the next step of any other raises an error.
     """
     if optimizer is None and not isinstance(model, nn.Module) and hasattr(model, "compact_"):
@@ -162,8 +160,7 @@ def _notes(
             where = f" in {vanished} of {weight.number} particles" if weight.number > 1 else ""
             notes.append(
                 f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
-                "data before they had an effect: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower "
-                "the prior's weight."
+                "data early: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's weight."
             )
         elif row.changed and max(row.ranks) == 1:
             remedy = "allow more parameters" if budget else "lower the prior weight"

@@ -1,24 +1,21 @@
-"""What happens to an optimiser's state when a parameter is cut."""
+"""What follows when a parameter is cut: the state of its optimiser, and running averages of weights such as an EMA."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bayestrain.compact.averages import refuse_other_shapes
 from bayestrain.errors import ConfigError
+from bayestrain.nn.factorized import FactorizedWeight
 
-_earlier_shapes: Any = WeakTensorKeyDictionary()
-"""Parameters that were cut, with the shapes they had."""
-
-_checked: WeakSet[Optimizer] = WeakSet()
-"""Optimisers that have made a step since the latest cut."""
-
+_earlier_shapes: Any = WeakTensorKeyDictionary()  # parameters that were cut, with the shapes they had
+_checked: WeakSet[Optimizer] = WeakSet()  # optimisers that have made a step since the latest cut
 _register_once = cache(register_optimizer_step_pre_hook)
 
 
@@ -31,7 +28,7 @@ def carry_state_(
     """
     _register_once(_refuse_old_state)
     _checked.clear()
-    refuse_other_shapes()
+    _refuse_other_averages()
     optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
     _earlier_shapes.setdefault(parameter, []).append(before)
     if isinstance(optimizer, torch.optim.LBFGS):  # one state, of all parameters together
@@ -73,3 +70,36 @@ def _refuse(optimizer: Optimizer, what: str) -> None:
         f"{type(optimizer).__name__} has {what}, which compact_ has cut. Call compact_(model, optimizer=optimizer), so "
         "that the state follows, or make a new optimiser."
     )
+
+
+@torch.no_grad()
+def restart_average_(averaged: nn.Module, model: nn.Module) -> None:
+    """Start the average of every factorised weight again, from the model's; that of all else continues.
+
+    Call it with an `AveragedModel`, or any copy of the model that holds averages, after `compact_` and after a step of
+    the prior that aligns rank indices: the mean of cores that are turned differently is no average of the weights.
+    """
+    old, new = ([m for m in one.modules() if isinstance(m, FactorizedWeight)] for one in (averaged, model))
+    if [(weight.format, weight.layout) for weight in old] != [(weight.format, weight.layout) for weight in new]:
+        raise ConfigError("The average is of another network: its factorised weights are not those of the model.")
+    for own, weight in zip(old, new, strict=True):
+        own.rank_state = None
+        own.load_state_dict({name: value.to(own.cores[0].device) for name, value in weight.state_dict().items()})
+
+
+@cache
+def _refuse_other_averages() -> None:
+    """Let `AveragedModel` say what to do when its model was cut, instead of that shapes do not match."""
+    update: Any = AveragedModel.update_parameters
+
+    @wraps(update)
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        for (name, own), new in zip(self.module.named_parameters(), model.parameters(), strict=False):
+            if own.shape != new.shape and "cores." in name:
+                raise ConfigError(
+                    f"{name} has the shape {tuple(new.shape)} since the last cut, its average {tuple(own.shape)}. Call "
+                    "bayestrain.compact.restart_average_(averaged, model), or start averaging after the last cut."
+                )
+        update(self, model)
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]

@@ -17,11 +17,9 @@ from bayestrain.compact.weights import Weight
 from bayestrain.errors import ConfigError
 from bayestrain.formats import Equation, algebra
 
-SWEEPS = 3
-"""Sweeps of alternating least squares after a cut by contribution in a format that cannot round."""
+SWEEPS = 3  # of alternating least squares after a cut by contribution in a format that cannot round
 
-Cores = Sequence[Sequence[Tensor]]
-"""The cores of every particle."""
+Cores = Sequence[Sequence[Tensor]]  # of every particle
 
 
 class Cut(NamedTuple):
@@ -30,8 +28,7 @@ class Cut(NamedTuple):
     cores: list[Tensor]
     keep: dict[str, Tensor] | None  # per bond the surviving indices ``(n, rank)``; None if the rule mixes them
     error: float
-    spectra: tuple[tuple[float, ...], ...]
-    """Per bond the root of what is lost of the weight's squared norm with each index, in the mean over particles."""
+    spectra: tuple[tuple[float, ...], ...]  # per bond the root of each index's share of the squared norm, as a mean
 
 
 def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | None = None) -> Cut:
@@ -39,9 +36,8 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
     method = _method(weight, rule)
     if method == "rounding":
         shares = _singular_shares(weight)
-        ranks = ranks or tuple(
-            _rank(weight.mean(bond), tol / len(shares) ** 0.5) for bond in shares
-        )  # errors add up in squares
+        each = tol / max(len(shares), 1) ** 0.5  # errors add up in squares
+        ranks = ranks or tuple(_rank(weight.mean(bond), each) for bond in shares)
         rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
         return _cut(weight, rounded, None, shares)
     keep, shares, cores, bonds = {}, [], _start(weight, method), weight.equation.bonds
@@ -51,10 +47,8 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
             rank = max(int((weight.mean(values) > tol).sum()), 1)
         else:
             order, share = _dropped(weight, cores, bond)
-            shares.append(share)
-            rank = (
-                _rank(weight.mean(share), tol / len(bonds)) if ranks is None else ranks[number]
-            )  # at worst errors add up
+            shares.append(share)  # at worst errors add up
+            rank = _rank(weight.mean(share), tol / len(bonds)) if ranks is None else ranks[number]
         keep[bond] = order[:, -rank:].sort(dim=1).values
         pairs = zip(cores, keep[bond], strict=True)
         cores = [algebra.keep(weight.equation, own, bond, index) for own, index in pairs]
@@ -133,11 +127,11 @@ class Priced:
     equation: Equation
     modes: Sequence[int]
     shares: Sequence[Sequence[float]]
-    """Per bond, what is lost of the weight's squared norm with each index, as a share of it; the last goes first."""
+    """Per bond each index's share of the weight's squared norm; the last goes first."""
 
     def entries(self, ranks: Sequence[int]) -> int:
         """Entries of all cores with these ranks."""
-        return sum(map(math.prod, self.equation.shapes(self.modes, ranks)))
+        return self.equation.entries(self.modes, ranks)
 
     def freed(self, ranks: Sequence[int], bond: int) -> int:
         """Entries that one index of this bond takes."""

@@ -23,9 +23,8 @@ class Particles(Protocol):
 
     particles: dict[str, Tensor]
     carried: dict[str, Tensor]
+    template: nn.Module
 
-    @property
-    def template(self) -> nn.Module: ...
     def __len__(self) -> int: ...
 
 
@@ -36,7 +35,7 @@ class Weight:
         self.name, self.module, self.posterior = layer_name(path), module, posterior
         self.format, self.equation, self.layout = module.format, module.equation, module.layout
         self.number = 1 if posterior is None else len(posterior)
-        self.spread: Spread | None = getattr(getattr(posterior, "method", None), "spread", None)
+        self.spread: Spread = getattr(getattr(posterior, "method", None), "spread", None) or Spread(self.number)
         self._prefix = f"model.{path}." if path else "model."
         stacks = () if posterior is None else (posterior.particles, posterior.carried)
         self._stacks: Mapping[str, Tensor] = ChainMap(*stacks)
@@ -79,12 +78,10 @@ class Weight:
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over particles, also those of other processes."""
-        return values.mean(0) if self.spread is None else self.spread.sum(values.sum(0)) / self.spread.total
+        return self.spread.sum(values.sum(0)) / self.spread.total
 
     def largest(self, sizes: Sequence[int]) -> list[int]:
         """The largest of each of these sizes, also of those in other processes."""
-        if self.spread is None:
-            return list(sizes)
         return self.spread.gather(torch.tensor([sizes] * self.number)).amax(0).tolist()
 
     @cached_property

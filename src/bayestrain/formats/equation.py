@@ -3,6 +3,7 @@
 Labels in the output are *modes*. Labels that are summed over are *bonds*: each has a rank.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,10 @@ class Equation:
         """The shapes of the cores for these sizes of the modes and ranks of the bonds."""
         size = dict(zip(self.modes, mode_sizes, strict=True)) | dict(zip(self.bonds, ranks, strict=True))
         return [tuple(size[label] for label in core) for core in self.cores]
+
+    def entries(self, mode_sizes: Sequence[int], ranks: Sequence[int]) -> int:
+        """How many entries the cores have with these sizes and ranks."""
+        return sum(map(math.prod, self.shapes(mode_sizes, ranks)))
 
     def ranks(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The rank of every bond, from the shapes of the cores."""

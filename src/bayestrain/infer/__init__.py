@@ -12,15 +12,14 @@ A new method is one file: a subclass of `Method` that overrides `direction`, and
 from bayestrain.infer.anchored import Anchored
 from bayestrain.infer.hmc import HMC
 from bayestrain.infer.kernels import Diagnostics, Kernel, diagnose, imq, median_bandwidth, rbf
-from bayestrain.infer.method import MAP, Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
-from bayestrain.infer.particles import count, stack
+from bayestrain.infer.method import Ensemble, MakeOptimizer, Method, StepInfo, value_and_grad
+from bayestrain.infer.particles import Spread, count, stack
 from bayestrain.infer.sgld import SGLD
-from bayestrain.infer.spread import Spread
 from bayestrain.infer.svgd import SVGD
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Anchored, SVGD, Ensemble, SGLD, HMC, MAP)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in (Anchored, SVGD, Ensemble, SGLD, HMC)}
 
 __all__ = [
-    "HMC", "MAP", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method",
+    "HMC", "METHODS", "SGLD", "SVGD", "Anchored", "Diagnostics", "Ensemble", "Kernel", "MakeOptimizer", "Method",
     "Spread", "StepInfo", "count", "diagnose", "imq", "median_bandwidth", "rbf", "stack", "value_and_grad",
 ]  # fmt: skip

@@ -6,10 +6,10 @@ centred at an anchor instead of zero::
     theta_k = argmax  sum_i log p(y_i + noise_ik | x_i, theta)  +  log p(theta - anchor_k)
 
 With anchors drawn from the prior, the particles of a linear model with Gaussian noise are exact draws from its
-posterior, in any number of dimensions. There is no interaction and no step size to sample with: any optimiser will do.
+posterior, in any number of dimensions, and any optimiser will do.
 
-A particle must meet the same noise whenever it meets a datum. No index comes with a datum, so its noise is a hash of
-its numbers and of the particle's (`keys`, `normals`). Augmented inputs are new data, whose noise averages out.
+A particle must meet the same noise whenever it meets a datum, so that is a hash of the datum's numbers and the
+particle's (`keys`, `normals`). Augmented inputs are new data, whose noise averages out.
 """
 
 import math
@@ -35,15 +35,13 @@ class Anchored(Ensemble):
 
     name = "anchored"
     options = Ensemble.options | {"seed"}
-    advice = "Use MAP for a single point."
 
     def __init__(self, *args: Any, seed: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
         self.anchors = {name: tensor.detach().clone() for name, tensor in self.particles.items()}
         """Where the particles started: draw that from the prior."""
-        first = 0 if self.spread is None else self.spread.own.start
-        self.numbers = torch.arange(first, first + len(self), device=self.broken.device) + seed * 1_000_003
-        """What tells the particles' noise apart."""
+        own = self.spread.own  # numbers tell the particles' noise apart
+        self.numbers = torch.arange(own.start, own.stop, device=self.broken.device) + seed * 1_000_003
 
     def keep_(self, indices: Sequence[int]) -> None:
         super().keep_(indices)

@@ -21,8 +21,7 @@ from bayestrain.infer.method import Method, StepInfo
 from bayestrain.infer.particles import flatten, unflatten
 
 ACCEPTANCE = 0.8
-SHRINK, OFFSET, DECAY = 0.05, 10, 0.75
-"""Hoffman & Gelman's gamma, t_0 and kappa."""
+SHRINK, OFFSET, DECAY = 0.05, 10, 0.75  # Hoffman & Gelman's gamma, t_0 and kappa
 
 
 class HMC(Method):
@@ -48,7 +47,7 @@ class HMC(Method):
         own = {"leapfrogs": leapfrogs, "warmup": warmup, "seed": seed, "step": 0, "acceptance": 0.0}
         own |= {"lr": lr, "start": lr, "miss": 0.0, "average": math.log(lr)}
         super().__init__(*args, optimizer=partial(Trajectory, defaults=own), **options)  # type: ignore[misc]
-        if self.spread is not None:
+        if self.spread.group is not None:
             raise ConfigError("HMC adapts one step size to all chains, so it runs in one process. Use sgld.")
 
     def advance(self, batch: Any) -> StepInfo:
@@ -98,9 +97,6 @@ class Trajectory(torch.optim.Optimizer):
         log = math.log(10 * group["start"]) - group["miss"] * math.sqrt(t) / SHRINK
         group["average"] += (log - group["average"]) * t**-DECAY
         group["lr"] = math.exp(group["average"] if t == group["warmup"] else log)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise NotImplementedError("HMC moves particles itself.")
 
 
 def _kinetic(momentum: Tensor) -> Tensor:

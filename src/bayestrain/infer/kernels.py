@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError
-from bayestrain.infer.particles import Particles, count, flatten
-from bayestrain.infer.spread import Spread
+from bayestrain.infer.particles import Particles, Spread, count, flatten
 
 Kernel = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def squared_distances_(rows: Tensor, alive: Tensor, total: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def squared_distances_(rows: Tensor, alive: Tensor, total: Callable[[Tensor], Tensor] = lambda own: own) -> Tensor:
     """Squared distances of all pairs of rows ``(n, D)``; infinite for rows not `alive`, which become zero.
 
-    Rows are centred in place, so that small differences of particles far from the origin are not rounded away. If they
-    are only some of the columns, `total` adds up what is computed of them with that of the others.
+    Rows are centred in place, so that small differences far from the origin are not rounded away. If other processes
+    have more columns, `total` adds up what is computed of them.
     """
     rows.masked_fill_(~alive[:, None], 0.0)
     rows.sub_(rows.sum(0) / alive.sum().clamp_min(1)).masked_fill_(~alive[:, None], 0.0)
-    gram = rows @ rows.mT if total is None else total(rows @ rows.mT)
+    gram = total(rows @ rows.mT)
     lengths = gram.diagonal()[:, None] + gram.diagonal()
     distances = lengths - 2 * gram
     rounding = 8 * torch.finfo(distances.dtype).eps * lengths  # two copies of one point differ by no more than this
@@ -57,8 +56,7 @@ def imq(d2: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor]:
     return kernel, -0.5 * kernel**3 / h
 
 
-DISTINCT = 0.1
-"""Particles count as different when their distance is at least this fraction of their length."""
+DISTINCT = 0.1  # of their length: particles at that distance count as different
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,15 @@ class Diagnostics:
 @torch.no_grad()
 def diagnose(particles: Particles, spread: Spread | None = None) -> Diagnostics:
     """Compute the diagnostics of at least two particles; those that are not finite are left out."""
-    if (n := count(particles) if spread is None else spread.total) < 2:
-        raise ConfigError(f"Particles are compared with each other, so there must be at least 2, got {n}.")
-    theta = flatten(particles)
-    finite, square = theta.isfinite().all(1), theta.square().sum(1)
-    if spread is not None:
-        finite, square, theta = spread.gather(finite), spread.gather(square), spread.columns(theta)()
-    theta = theta[finite]
+    spread = spread or Spread(count(particles))
+    if spread.total < 2:
+        raise ConfigError(f"Particles are compared with each other, so there must be at least 2, got {spread.total}.")
+    rows = flatten(particles)
+    finite, square = spread.gather(rows.isfinite().all(1)), spread.gather(rows.square().sum(1))
+    theta = spread.columns(rows)()[finite]
     n, alive = len(theta), theta.new_ones(len(theta), dtype=torch.bool)
     length2 = square[finite].mean().clamp_min(1e-30)
-    d2 = squared_distances_(theta, alive, None if spread is None else spread.sum)
+    d2 = squared_distances_(theta, alive, spread.sum)
     pairs = d2[alive.expand(n, n).triu(1)]
     return Diagnostics(
         bandwidth=float(median_bandwidth(d2)),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bayestrain.errors import ConfigError, ParticleWarning, ShapeError, TrainingError, check_counts
-from bayestrain.infer.particles import Particles, count, flatten, unflatten
-from bayestrain.infer.spread import Spread
+from bayestrain.infer.particles import Particles, Spread, count, flatten, unflatten
 
 Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 """``gradients(particles, batch) -> (log densities (n,), {name: gradient (n, ...)})``, see `value_and_grad`."""
@@ -18,8 +17,7 @@ Gradients = Callable[[Particles, Any], tuple[Tensor, dict[str, Tensor]]]
 MakeOptimizer = Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]
 """Takes named tensors, as every torch optimiser does."""
 
-LOOK_EVERY = 50
-"""Steps between checks for broken particles on a device where reading a value would stall the queue."""
+LOOK_EVERY = 50  # steps between checks for broken particles where reading a value would stall the queue
 
 
 def value_and_grad(log_density: Callable[[dict[str, Tensor], Any], Tensor]) -> Gradients:
@@ -65,8 +63,6 @@ class Method:
     options: ClassVar[frozenset[str]] = frozenset({"optimizer", "clip"})
     """The arguments that a user may choose."""
     fewest: ClassVar[int] = 1
-    most: ClassVar[int | None] = None
-    advice: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -78,8 +74,8 @@ class Method:
         clip: float | None = None,
         spread: Spread | None = None,
     ) -> None:
-        self.spread = spread
-        self.check_number(count(particles) if spread is None else spread.total)
+        self.spread = spread or Spread(count(particles))
+        self.check_number(self.spread.total)
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip must be positive, got {clip}. Use None not to clip.")
         self.gradients, self.scale, self.clip, self.steps = gradients, scale, clip, 0
@@ -95,9 +91,8 @@ class Method:
     @classmethod
     def check_number(cls, n: int) -> None:
         """Raise `ConfigError` unless the method works with n particles."""
-        if n < cls.fewest or (cls.most is not None and n > cls.most):
-            bound = f"at least {cls.fewest}" if n < cls.fewest else f"at most {cls.most}"
-            raise ConfigError(f"{cls.name} needs {bound} particle(s), got {n}. {cls.advice}".strip())
+        if n < cls.fewest:
+            raise ConfigError(f"{cls.name} needs at least {cls.fewest} particle(s), got {n}.")
 
     def __len__(self) -> int:
         return len(self.broken)
@@ -154,11 +149,11 @@ class Method:
     @torch.no_grad()
     def keep_(self, indices: Sequence[int]) -> None:
         """Keep only these particles, with their optimiser state."""
-        if self.spread is not None:
-            self.spread = Spread(self.spread.group, len(set(indices)), self.broken.device)
-            if not min(self.spread.counts):
-                raise TrainingError("All particles of one process are broken. Try a smaller learning rate.")
-        self.check_number(len(set(indices)) if self.spread is None else self.spread.total)
+        spread = Spread(len(set(indices)), self.spread.group, self.broken.device)
+        self.check_number(spread.total)
+        if not min(spread.counts):
+            raise TrainingError("All particles of one process are broken. Try a smaller learning rate.")
+        self.spread = spread
         chosen, before = torch.tensor(indices, device=self.broken.device), len(self)
         for tensor in self.particles.values():
             state = self.optimizer.state.get(tensor, {})
@@ -180,20 +175,15 @@ class Method:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless `load_state_dict` and a step after it succeed: both are tried on a copy."""
-        own = self.state_dict()
-        if missing := sorted(own.keys() - state.keys()):
-            raise ConfigError(f"This is no state of an inference method: {missing} is missing. Pass a state_dict().")
-        for what, read in FORM.items():
-            if (here := read(own)) != (saved := read(state)):
-                raise ConfigError(f"The {what} must agree, but the saved state has {saved}, this method {here}.")
-        trial = copy.deepcopy(self, {id(self.gradients): _no_gradients})
+        zeros = value_and_grad(lambda leaves, _: next(iter(leaves.values())).reshape(len(self), -1).sum(1) * 0)
+        trial = copy.deepcopy(self, {id(self.gradients): zeros})
         vars(trial.optimizer).update({**vars(self.optimizer), **vars(trial.optimizer)})  # what is not copied
         try:
             trial._restore(state)
             check_counts(**{"steps + 1": trial.steps + 1})
             trial.advance(None)
         except Exception as error:  # an optimiser can raise anything
-            raise ConfigError(f"The saved state does not fit this method: {error!r}. Pass a state_dict().") from error
+            raise ConfigError(f"The saved state does not fit this method: {error!r}.") from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the particles take the shapes they find. Checks come before any change."""
@@ -202,6 +192,13 @@ class Method:
 
     @torch.no_grad()
     def _restore(self, state: Mapping[str, Any]) -> None:
+        for what, here, saved in (
+            ("method", self.name, state["method"]),
+            ("tensors", sorted(self.particles), sorted(state["particles"])),
+            ("number of particles", len(self), count(state["particles"])),
+        ):
+            if here != saved:
+                raise ConfigError(f"the {what} must agree, but it has {saved}, this method {here}")
         for name, tensor in self.particles.items():
             tensor.data = tensor.new_empty(state["particles"][name].shape).copy_(state["particles"][name])
         load_optimizer(self.optimizer, state["optimizer"])
@@ -209,36 +206,10 @@ class Method:
         self.broken.copy_(state["broken"])
 
 
-FORM: dict[str, Callable[[Mapping[str, Any]], object]] = {
-    "method": lambda state: state["method"],
-    "names of tensors": lambda state: sorted(state["particles"]),
-    "number of particles": lambda state: {count(state["particles"]), len(state["broken"])},
-    "parameter groups of the optimiser": lambda state: [
-        (len(group["params"]), sorted(group.keys() - {"param_names"})) for group in state["optimizer"]["param_groups"]
-    ],
-}
-"""What must agree in two states."""
-
-
-class MAP(Method):
-    """A single point that climbs the log density to the maximum a posteriori; arguments as for `Method`."""
-
-    name = "map"
-    most = 1
-    advice = "Use Ensemble for several."
-
-
 class Ensemble(Method):
-    """Particles that climb the log density and do not interact: a deep ensemble (Lakshminarayanan 2017)."""
+    """Particles that climb the log density and do not interact: a deep ensemble (Lakshminarayanan 2017); one is MAP."""
 
     name = "ensemble"
-    fewest = 2
-    advice = "Use MAP for a single point."
-
-
-def _no_gradients(particles: Particles, _: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    first = next(iter(particles.values()))
-    return first.new_zeros(len(first)), {name: torch.zeros_like(tensor) for name, tensor in particles.items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

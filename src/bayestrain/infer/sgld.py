@@ -16,10 +16,9 @@ from torch import Tensor
 
 from bayestrain.errors import ConfigError
 from bayestrain.infer.method import Method
-from bayestrain.infer.spread import Spread
+from bayestrain.infer.particles import Spread
 
-WINDOW = 2
-"""The preconditioner is a mean over the latter half of all steps at least: one that follows the chain widens it."""
+WINDOW = 2  # the preconditioner is a mean over at least half of all steps: one that follows the chain widens it
 
 
 class SGLD(Method):
@@ -56,7 +55,7 @@ class Langevin(torch.optim.Optimizer):
     """Gradient descent for the particles that are `alive`, with noise that the seed and the step's number determine."""
 
     alive: Tensor
-    spread: Spread | None = None
+    spread: Spread
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
@@ -65,8 +64,8 @@ class Langevin(torch.optim.Optimizer):
             generator = torch.Generator(self.alive.device).manual_seed(group["seed"] * 1_000_003 + group["step"])
             group["step"] += 1
             for p in group["params"]:
-                n, own = (len(p), slice(None)) if self.spread is None else (self.spread.total, self.spread.own)
-                noise = torch.randn(n, *p.shape[1:], generator=generator, device=p.device, dtype=p.dtype)[own]
+                shape = self.spread.total, *p.shape[1:]
+                noise = torch.randn(shape, generator=generator, device=p.device, dtype=p.dtype)[self.spread.own]
                 noise.mul_((2 * lr * group["temperature"]) ** 0.5)
                 noise.masked_fill_(~self.alive.view(-1, *[1] * (p.ndim - 1)), 0.0)
                 if not memory:

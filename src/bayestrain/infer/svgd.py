@@ -21,8 +21,7 @@ from torch import Tensor
 from bayestrain.infer.kernels import Kernel, rbf, squared_distances_
 from bayestrain.infer.method import Method
 
-BLOCK = 1 << 16
-"""Columns computed at once, which bounds the size of temporary matrices."""
+BLOCK = 1 << 16  # columns computed at once, which bounds the size of temporary matrices
 
 
 class SVGD(Method):
@@ -35,21 +34,17 @@ class SVGD(Method):
     name = "svgd"
     options = Method.options | {"kernel"}
     fewest = 2
-    advice = "A single particle has nothing to be repelled by: use MAP for a single point."
 
     def __init__(self, *args: Any, kernel: Kernel = rbf, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kernel = kernel
 
     def direction(self, theta: Tensor, gradients: Tensor, alive: Tensor) -> Tensor:
-        rows, spread = gradients, self.spread
-        if spread is not None:  # each process does the columns that it gets, of all particles
-            awaited, alive = (spread.columns(theta), spread.columns(gradients)), spread.gather(alive)
-            theta = awaited[0]()
-        total = None if spread is None else spread.sum
-        K, slope = self.kernel(squared_distances_(theta, alive, total))  # (n, n) each; theta is centred
-        if spread is not None:
-            gradients = awaited[1]()
-        for t, g in zip(theta.split(BLOCK, dim=1), gradients.split(BLOCK, dim=1), strict=True):
+        spread = self.spread  # each process does the columns that it gets, of all particles
+        await_theta, await_gradients = spread.columns(theta), spread.columns(gradients)
+        theta, alive = await_theta(), spread.gather(alive)
+        K, slope = self.kernel(squared_distances_(theta, alive, spread.sum))  # (n, n) each; theta is centred
+        columns = await_gradients()
+        for t, g in zip(theta.split(BLOCK, dim=1), columns.split(BLOCK, dim=1), strict=True):
             g.copy_(K @ g + 2 * (slope @ t - slope.sum(1, keepdim=True) * t))
-        return gradients if spread is None else spread.rows(gradients, rows)
+        return spread.rows(columns, gradients)

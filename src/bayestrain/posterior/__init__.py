@@ -1,24 +1,13 @@
-"""A posterior over a network's weights: particles that train, are compacted and predict together.
-
-`Likelihood` and its kinds also serve a single network; `ClassPrediction` and `RegressionPrediction` say what is
-predicted and how certain it is.
-"""
+"""A posterior over a network's weights: particles that train, are compacted and predict together."""
 
 from bayestrain.posterior.laplace import Laplace, laplace
 from bayestrain.posterior.likelihoods import Classification, FunctionLikelihood, Likelihood, Regression, as_likelihood
 from bayestrain.posterior.model import Joint, ParticleModel
 from bayestrain.posterior.posterior import Posterior, PosteriorStep, around, independent
-from bayestrain.posterior.prediction import (
-    ClassPrediction,
-    Prediction,
-    RegressionPrediction,
-    at_temperature,
-    auroc,
-    fit_temperature,
-)
+from bayestrain.posterior.prediction import ClassPrediction, Prediction, RegressionPrediction, auroc, fit_temperature
 
 __all__ = [
     "ClassPrediction", "Classification", "FunctionLikelihood", "Joint", "Laplace", "Likelihood", "ParticleModel",
     "Posterior", "PosteriorStep", "Prediction", "Regression", "RegressionPrediction", "around", "as_likelihood",
-    "at_temperature", "auroc", "fit_temperature", "independent", "laplace",
+    "auroc", "fit_temperature", "independent", "laplace",
 ]  # fmt: skip

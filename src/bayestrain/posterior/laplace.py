@@ -8,8 +8,8 @@ curvature of its log likelihood in the outputs::
     log p(data | delta) = log likelihood + D/2 log delta - delta/2 |theta|^2 - 1/2 log det(G + delta)
 
 ``delta``, the precision of the prior, is where the last line is largest. Predictions come from the linearised network
-``f(x) + J(x) (theta' - theta)``, which is exact for a linear one. Drawn weights in the network itself are worse, above
-all in factorised layers, whose cores can move far together without changing their product.
+``f(x) + J(x) (theta' - theta)``. Drawn weights in the network itself are worse, above all in factorised layers, whose
+cores can move far together without changing their product.
 """
 
 import math
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from bayestrain.errors import ConfigError, check_counts
-from bayestrain.posterior.likelihoods import Likelihood, LogProb, as_likelihood, full_precision, one_tensor
-from bayestrain.posterior.model import Joint, ParticleModel
+from bayestrain.posterior.likelihoods import Likelihood, LogProb, as_likelihood, full_precision
+from bayestrain.posterior.model import Joint, ParticleModel, outputs_of
 from bayestrain.posterior.prediction import Prediction
 
-LARGEST = 20_000
-"""Most parameters at once: their matrix takes 3.2 GB."""
+LARGEST = 20_000  # parameters at once: their matrix takes 3.2 GB
 
 Named = dict[str, Tensor]
 
@@ -41,34 +40,21 @@ class Laplace:
     """
 
     def __init__(
-        self,
-        joint: Joint,
-        names: list[str],
-        spectrum: tuple[Tensor, Tensor],
-        log_likelihood: float,
-        precision: float | None,
+        self, joint: Joint, theta: Named, values: Tensor, vectors: Tensor, log_density: float, precision: float | None
     ) -> None:
-        self.joint, self.names, (self.values, self.vectors) = joint, names, spectrum
-        self._log_likelihood, self._theta = log_likelihood, {name: joint.tensors()[name].detach() for name in names}
-        square = float(sum(tensor.double().square().sum() for tensor in self._theta.values()))
-        self.precision = self._best(square) if precision is None else precision
-        self.effective = float((self.values / (self.values + self.precision)).sum())
-        self.log_evidence = self._evidence(math.log(self.precision), square)
-
-    def _evidence(self, log_delta: float, square: float) -> float:
-        delta = math.exp(log_delta)
-        determinant = float((self.values + delta).log().sum())
-        return self._log_likelihood + 0.5 * (len(self.values) * log_delta - delta * square - determinant)
-
-    def _best(self, square: float) -> float:
-        """The precision of the largest evidence, by golden sections of its logarithm around the best of a grid."""
-        grid = [0.5 * k for k in range(-40, 41)]
-        middle = max(grid, key=lambda u: self._evidence(u, square))
-        low, high, ratio = middle - 0.5, middle + 0.5, (math.sqrt(5) - 1) / 2
-        while high - low > 1e-4:
-            left, right = high - ratio * (high - low), low + ratio * (high - low)
-            low, high = (low, right) if self._evidence(left, square) > self._evidence(right, square) else (left, high)
-        return math.exp((low + high) / 2)
+        self.joint, self.names, self._theta, self.values, self.vectors = joint, list(theta), theta, values, vectors
+        square = float(sum(tensor.double().square().sum() for tensor in theta.values()))
+        if precision is None:  # the evidence rises with delta while the data determine more than delta |theta|^2
+            low, high = -20.0, 20.0  # of its logarithm
+            while high - low > 1e-4:
+                middle = (low + high) / 2
+                rises = float((values / (values + math.exp(middle))).sum()) > math.exp(middle) * square
+                low, high = (middle, high) if rises else (low, middle)
+            precision = math.exp((low + high) / 2)
+        self.precision = precision
+        self.effective = float((values / (values + precision)).sum())
+        determinant = float((values + precision).log().sum())
+        self.log_evidence = log_density + 0.5 * (len(values) * math.log(precision) - precision * square - determinant)
 
     def draws(self, n: int, seed: int = 0) -> Named:
         """Draw n differences to the trained parameters, stacked."""
@@ -146,19 +132,17 @@ def laplace(
             curvature = curvature.to(rows) + rows.mT @ rows
             log_likelihood += value
     values, vectors = torch.linalg.eigh(curvature)
-    return Laplace(joint, names, (values.clamp_min(0), vectors), log_likelihood, precision)
+    return Laplace(joint, theta, values.clamp_min(0), vectors, log_likelihood, precision)
 
 
 def _roots(joint: Joint, theta: Named, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
     """Rows whose products with themselves make the curvature of a batch, and its log likelihood."""
-
     with torch.enable_grad():
         outputs = _run(joint, theta, x).detach().requires_grad_()
         value = joint.likelihood.log_prob(outputs, y).sum()
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
-        columns = [
-            torch.autograd.grad(own.sum(), outputs, retain_graph=True)[0] for own in slope.reshape(len(x), -1).mT
-        ]
+        slopes = slope.reshape(len(x), -1).mT
+        columns = [torch.autograd.grad(own.sum(), outputs, retain_graph=True)[0] for own in slopes]
     values, vectors = torch.linalg.eigh(-torch.stack([own.reshape(len(x), -1) for own in columns], 2).double())
     root = vectors * values.clamp_min(0).sqrt()[:, None]  # (B, C, C), its product with its transpose is H
     return (root.mT @ _jacobian(joint, theta, x)).flatten(0, 1).detach(), float(value.detach())
@@ -171,8 +155,4 @@ def _jacobian(joint: Joint, theta: Named, x: Tensor) -> Tensor:
 
 
 def _run(joint: Joint, tensors: Named, x: Tensor) -> Tensor:
-    found = functional_call(
-        joint, tensors, (lambda own, x: {"outputs": one_tensor(own.model(x))}, x), tie_weights=False
-    )
-    outputs: Tensor = full_precision(found["outputs"])
-    return outputs
+    return full_precision(functional_call(joint, tensors, (outputs_of, x), tie_weights=False)["outputs"])

@@ -73,8 +73,7 @@ class Likelihood(nn.Module, ABC):
             raise ShapeError(
                 f"A likelihood must return the log probability of each datum, shape ({len(targets)},), got "
                 f"{getattr(values, 'shape', values)}. Sum over what belongs to one datum (outputs, tokens, pixels), as "
-                'in values.flatten(1).sum(1), never over the batch (reduction="none"), and return log probabilities, '
-                "not losses."
+                'in values.flatten(1).sum(1), not over the batch (reduction="none"), and return no losses.'
             )
         return values
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bayestrain.errors import ConfigError, check_counts
 from bayestrain.infer import stack
 from bayestrain.nn.fast import fast
-from bayestrain.nn.sizes import count_parameters, factorized_weights, ranks
+from bayestrain.nn.sizes import count_parameters, ranks
 from bayestrain.posterior.likelihoods import Classification, Likelihood, one_tensor
 from bayestrain.posterior.prediction import Prediction, fit_temperature
 
@@ -33,8 +33,7 @@ class Joint(nn.Module):
         super().__init__()
         self.model, self.likelihood = model, likelihood
         self._lock, self._idle = RLock(), list[Joint]()
-        self._aliases: dict[str, str] = {}
-        """The first name of every tensor, by its other names: functional_call mixes them up in modules used twice."""
+        self._aliases: dict[str, str] = {}  # functional_call mixes up the names of a tensor in modules used twice
         first: dict[Tensor, str] = {}
         for path, module in self.named_modules():
             own = module.named_parameters(path, False, False), module.named_buffers(path, False, False)
@@ -47,53 +46,36 @@ class Joint(nn.Module):
         return part(self, *inputs)
 
     def batched(
-        self,
-        particles: Mapping[str, Tensor],
-        part: Part,
-        *inputs: Tensor,
-        size: int | None = None,
-        each: Tensor | None = None,
+        self, particles: Mapping[str, Tensor], part: Part, *inputs: Tensor, size: int | None = None
     ) -> dict[str, Tensor]:
-        """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one.
-
-        A tensor `each` has an input ``(n, ...)`` for every particle, which is the last.
-        """
+        """Run a part for all particles on the same inputs, `size` at a time: under `torch.vmap`, or one by one."""
         n = len(next(iter(particles.values())))
-        size = size or n
+        size = min(size or n, n)
         chunks = [{k: t[i : i + size] for k, t in particles.items()} for i in range(0, n, size)]
-        if size >= n:
+        if size == n:
             chunks = [dict(particles)]  # the gradient of a slice would be one more copy
-        own = [()] * len(chunks) if each is None else [(rows,) for rows in each.split(size)]
         with self._lock:
-            return joined([self._at_once(*both, part, inputs) for both in zip(chunks, own, strict=True)])
+            return joined([self._at_once(chunk, part, inputs) for chunk in chunks])
 
-    def _at_once(
-        self, particles: dict[str, Tensor], each: tuple[Tensor, ...], part: Part, inputs: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
-        def one(tensors: Mapping[str, Tensor], *own: Tensor) -> Any:
+    def _at_once(self, particles: dict[str, Tensor], part: Part, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        def one(tensors: Mapping[str, Tensor]) -> Any:
             others = {alias: tensors[name] for alias, name in self._aliases.items() if name in tensors}
-            return functional_call(self, {**tensors, **others}, (part, *inputs, *own), tie_weights=False)
+            return functional_call(self, {**tensors, **others}, (part, *inputs), tie_weights=False)
 
         if len(next(iter(particles.values()))) == 1:
-            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()}, *(own[0] for own in each))
+            found = one({name: tensor.squeeze(0) for name, tensor in particles.items()})
             return {name: tensor[None] for name, tensor in found.items()}
         # Batch norm under vmap cannot ask for other memory formats, so a channel of one must not look like one.
         inputs = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in inputs)
         try:
-            return vmap(one, randomness="different")(particles, *each)  # type: ignore[no-any-return]
+            return vmap(one, randomness="different")(particles)  # type: ignore[no-any-return]
         except RuntimeError as error:
             if "vmap" not in str(error) and "Batching rule not implemented" not in str(error):
                 raise
             raise ConfigError(
-                "The network cannot run for several particles at once: torch.vmap does not support an operation in it, "
-                "such as an LSTM or a branch on values. Pass chunk=1 to run particles one by one. PyTorch says: "
-                f"{str(error).split('. ')[0]}."
+                "The network cannot run for several particles at once, because of an LSTM, a branch on values or the "
+                f"like: pass chunk=1 to run them one by one. PyTorch says: {str(error).split('. ')[0]}."
             ) from error
-
-    def remove_lambda(self) -> None:
-        """Keep the ranks as they are: remove lambda from all weights."""
-        for weight in factorized_weights(self).values():
-            weight.rank_state = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers, each under its first name."""
@@ -173,15 +155,18 @@ class ParticleModel:
 
     def to(self, device: torch.device | str) -> "ParticleModel":
         """Return the same particles on another device, to predict with; a `Posterior` trains where it was made."""
-        particles, carried = ({k: t.detach().to(device) for k, t in d.items()} for d in (self.particles, self.carried))
+        return self._moved(device, lambda tensor: tensor)
+
+    def _moved(self, device: torch.device | str, change: Callable[[Tensor], Tensor]) -> "ParticleModel":
+        both = ({k: change(t.detach()).to(device) for k, t in d.items()} for d in (self.particles, self.carried))
         with self.joint.lent() as joint:
-            moved = ParticleModel(copy.deepcopy(joint).to(device), particles, carried)
+            moved = ParticleModel(copy.deepcopy(joint).to(device), *both)
         moved.chunk = self.chunk
         return moved
 
     def outputs(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Tensor:
         """Return what every particle's network returns for x, ``(n, N, ...)``, on x's device."""
-        return self._predict(_outputs, x, batch_size, chunk)["outputs"]
+        return self._predict(outputs_of, x, batch_size, chunk)["outputs"]
 
     def predict(self, x: Tensor, batch_size: int = 1000, chunk: int | None = None) -> Prediction:
         """Return the prediction for x with its uncertainty, on x's device.
@@ -209,11 +194,11 @@ class ParticleModel:
                 self.carried[f"{name}.running_var"].nan_to_num_()
             seen = 0
             for x in (batch for batch in batches if len(batch)) if norms else ():
-                size, _ = self._sizes(joint.eval(), _outputs, x, len(x), None)
+                size, _ = self._sizes(joint.eval(), outputs_of, x, len(x), None)
                 seen += len(x)
                 for norm in norms.values():
                     norm.train().momentum = len(x) / seen  # the first batch replaces, others are averaged in
-                joint.batched(self._tensors(), _outputs, x.to(self.device), size=size)
+                joint.batched(self._tensors(), outputs_of, x.to(self.device), size=size)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What a network needs to predict, which lambda is not part of."""
@@ -243,7 +228,8 @@ class ParticleModel:
         )
 
 
-def _outputs(joint: Joint, x: Tensor) -> dict[str, Tensor]:
+def outputs_of(joint: Joint, x: Tensor) -> dict[str, Tensor]:
+    """What the network returns for x."""
     return {"outputs": one_tensor(joint.model(x))}
 
 

@@ -26,8 +26,8 @@ RECOMPUTES = (
     "the backward pass their weights are no longer in the network. Turn that off; a smaller chunk saves memory, too."
 )
 
-NARROW = 0.5
-"""Particles that have less of the posterior's width are not said to be spread like it."""
+KEYS = "noise_keys"  # what each particle's joint has them as
+NARROW = 0.5  # particles that have less of the posterior's width are not said to be spread like it
 
 
 class PosteriorStep(NamedTuple):
@@ -58,7 +58,7 @@ class Posterior(ParticleModel):
         num_data: number of training examples.
         likelihood: "classification", "regression", a `Likelihood`, or a function ``(outputs, targets) -> log
             probability of each datum``.
-        method: "svgd", "anchored", "ensemble", "sgld", "hmc" (with all data in every step) or "map".
+        method: "svgd", "anchored", "ensemble" (of one: MAP), "sgld" or "hmc" (with all data in every step).
         prior: makes the prior of one network; default ``RankPrior(model, num_data)``, or ``NormalPrior`` if the network
             has no factorised weight.
         chunk: particles that run through the network at once; None chooses by memory. It does not change results. A
@@ -104,9 +104,8 @@ class Posterior(ParticleModel):
         if isinstance(found := self.method, Anchored) and self.prior.weights:  # lambda decides how wide cores' prior is
             found.anchors = {name: start for name, start in found.anchors.items() if ".cores." not in name}
         super().__init__(joints[0], self.method.particles, carried)
-        self._perturbed = True
         self.num_data, self.chunk, perf = num_data, chunk, fast()
-        self._capture = None if perf is None or spread is not None else perf.Capture()
+        self._capture = None if perf is None or self.method.spread.group is not None else perf.Capture()
         self.share = 1.0  # the batch's weight where other processes have the rest of it, and how to sum over these
         self.summed: Callable[[list[Tensor]], None] | None = None
         self._training_chunk: int | None = None  # before the first step
@@ -150,7 +149,9 @@ class Posterior(ParticleModel):
             self.joint.batched(tensors, move, size=1 if branching and self.prior.aligns_next else None)
         return PosteriorStep(seen["log_likelihood"], seen["log_prior"], seen["outputs"], alive)
 
-    def _gradients(self, particles: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _gradients(
+        self, particles: Mapping[str, Tensor], batch: Any, perturbed: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Log densities with gradients: the prior of all particles at once, then the likelihood chunk by chunk."""
 
         def log_prior(_: Joint) -> dict[str, Tensor]:
@@ -160,17 +161,16 @@ class Posterior(ParticleModel):
         self.template.train()
         n, size, method = len(self), self._training_chunk or self.chunk or len(self), self.method
         of_prior, self._seen = self._part(slice(n), log_prior)
-        own = None
-        if isinstance(method, Anchored) and self._perturbed:
-            own = keys(batch, method.numbers)
+        own = {}
+        if isinstance(method, Anchored) and perturbed:
+            own[KEYS] = keys(batch, method.numbers)
             for name, anchor in method.anchors.items():
                 if anchor.shape == of_prior[name].shape:
                     of_prior[name] = of_prior[name] + anchor * (self._prior_weight / self.prior.variance)
+        chunks = [slice(i, i + size) for i in range(0, n, size)]
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTES):
-                found = [
-                    self._part(slice(i, i + size), self._log_likelihood, *batch, each=own) for i in range(0, n, size)
-                ]
+                found = [self._part(each, self._log_likelihood, *batch, **own) for each in chunks]
         except (RuntimeError, ConfigError) as error:
             # PyTorch 2.11 cannot run the last one, a part of its checkpoints, under vmap.
             if any(sign in str(error) for sign in (RECOMPUTES, "use_reentrant", "_NoopSaveInputs")):
@@ -184,23 +184,26 @@ class Posterior(ParticleModel):
         total = torch._foreach_add([gradients[name] for name in particles], [of_prior[name] for name in particles])
         return density + prior, dict(zip(particles, total, strict=True))
 
-    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor, key: Tensor | None = None) -> dict[str, Tensor]:
-        outputs = joint.model(x)
+    def _log_likelihood(self, joint: Joint, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        outputs, key = joint.model(x), getattr(joint, KEYS, None)
         mean = joint.likelihood.log_prob(outputs, y).mean()
         climbed = mean if key is None else joint.likelihood.perturbed(outputs, y, key).mean()
         seen = {"log_likelihood": mean.detach(), "outputs": full_precision(outputs).detach()}
         return {"density": self.num_data * self.share * climbed, **seen}
 
     def _part(
-        self, which: slice, part: Part, *inputs: Tensor, each: Tensor | None = None
+        self, which: slice, part: Part, *inputs: Tensor, **own: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of a density of some particles, and what the part returned, with the buffers after it."""
+        """The gradients of a density of some particles, and what the part returned, with the buffers after it.
+
+        Each particle's joint has its `own` while the part runs.
+        """
         leaves = {name: tensor[which].detach().requires_grad_() for name, tensor in self.particles.items()}
         # A pass changes batch norm's buffers; the prior, which has no inputs, only reads its own.
         changed = {n: t[which].clone() for n, t in self.carried.items() if inputs and ".rank_state." not in n}
         with torch.enable_grad():
-            own = None if each is None else each[which]
-            found = self.joint.batched({**leaves, **(changed if inputs else self.carried)}, part, *inputs, each=own)
+            others = {**(changed if inputs else self.carried), **{name: tensor[which] for name, tensor in own.items()}}
+            found = self.joint.batched({**leaves, **others}, part, *inputs)
             total, wanted = found["density"].sum(), list(leaves.values())
             gradients = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
         found["density"] = found["density"].detach()
@@ -215,11 +218,7 @@ class Posterior(ParticleModel):
         if len(self) < 2:
             raise ConfigError("One particle has no width. Compare at least 2.")
         self._prior_weight.fill_(self.prior.current_weight)
-        self._perturbed = False
-        try:
-            _, gradients = self._gradients(self.particles, (x, y))
-        finally:
-            self._perturbed, self._seen = True, {}
+        (_, gradients), self._seen = self._gradients(self.particles, (x, y), perturbed=False), {}
         theta, rows = flatten(self.particles), flatten(gradients)
         found = -float(((theta - theta.mean(0)).double() * rows).sum() / (theta.shape[1] * (len(self) - 1)))
         if found < NARROW:
@@ -256,15 +255,14 @@ class Posterior(ParticleModel):
         self._changed()
         return report
 
-    def fix_ranks_(self, variance: float | None = None, weight: float | None = None) -> None:
-        """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, variance) from here on.
+    def fix_ranks_(self) -> None:
+        """Fix the ranks: lambda is removed, and every weight has the prior Normal(0, `prior.variance`) from here on.
 
-        Variance and prior weight stay as they were unless given. The optimiser loses its moments.
+        The weight of the prior stays as it was. The optimiser loses its moments.
         """
         old = self.prior
-        variance, weight = old.variance if variance is None else variance, old.weight if weight is None else weight
-        self.prior = NormalPrior(self.template, self.num_data, variance=variance, weight=weight)
-        self.joint.remove_lambda()
+        old.remove_()
+        self.prior = NormalPrior(self.template, self.num_data, variance=old.variance, weight=old.weight)
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
         self.method.optimizer.state.clear()
@@ -299,8 +297,8 @@ class Posterior(ParticleModel):
             stacked = {**state["method"]["particles"], **state["carried"]}
             one = {name: tensor[0] for name, tensor in stacked.items()} | state["shared"]
             trial = copy.deepcopy(self.joint)
-            if state["ranks_fixed"]:
-                trial.remove_lambda()
+            for weight in factorized_weights(trial).values() if state["ranks_fixed"] else ():
+                weight.rank_state = None
             if odd := sorted(trial.tensors().keys() ^ one.keys()):
                 raise ShapeError(f"only one of the two has {odd[0]!r}")
             trial.load_state_dict(one, strict=False)  # not strict: a tensor with several names is there under one
@@ -312,7 +310,8 @@ class Posterior(ParticleModel):
         except Exception as error:  # damage can raise anything
             raise ConfigError(f"The saved state does not fit this posterior: {error}") from error
         if state["ranks_fixed"]:
-            self.fix_ranks_(variance)
+            self.fix_ranks_()
+            self.prior.variance = variance
         self.joint.load_state_dict(one, strict=False)
         for name, tensor in state["carried"].items():
             self.carried[name] = tensor.to(self.carried[name], copy=True)
@@ -323,16 +322,12 @@ class Posterior(ParticleModel):
         self._changed()
 
     def _predict(self, *args: Any) -> dict[str, Tensor]:
-        found, spread = super()._predict(*args), self.method.spread
-        return found if spread is None else {name: spread.gather(tensor) for name, tensor in found.items()}
+        return {name: self.method.spread.gather(tensor) for name, tensor in super()._predict(*args).items()}
 
     @torch.no_grad()
     def gathered(self) -> ParticleModel:
         """Return all particles, on the CPU of every process, if they are spread over several."""
-        if (spread := self.method.spread) is None:
-            return self
-        tensors = [{k: spread.gather(t.detach()).cpu() for k, t in d.items()} for d in (self.particles, self.carried)]
-        return ParticleModel(copy.deepcopy(self.joint).cpu(), *tensors)
+        return self if self.method.spread.group is None else self._moved("cpu", self.method.spread.gather)
 
     def _changed(self) -> None:
         self._training_chunk = None

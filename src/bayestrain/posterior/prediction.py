@@ -212,8 +212,7 @@ class RegressionPrediction(Prediction):
         if means.shape != variances.shape or not bool((variances > 0).all()):
             raise ShapeError(
                 f"Variances must be positive and have the shape of the means, {tuple(means.shape)}, got "
-                f"{tuple(variances.shape)} from {float(variances.min()):.4g}. For one shared by all, pass "
-                "variance.expand_as(means)."
+                f"{tuple(variances.shape)} from {float(variances.min()):.4g}. One for all: variance.expand_as(means)."
             )
 
     @cached_property

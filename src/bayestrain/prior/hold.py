@@ -24,11 +24,9 @@ from bayestrain.nn.layer import TensorLayer
 
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
-WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")
-"""Modules that cannot be traced, but only call the one inside of them."""
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")  # cannot be traced; call the one inside
 
-Followers = dict[nn.Module, set[nn.Module]]
-"""Layers, each with the normalisations that use its output."""
+Followers = dict[nn.Module, set[nn.Module]]  # layers, each with the normalisations that use its output
 
 
 class Normalised(NamedTuple):

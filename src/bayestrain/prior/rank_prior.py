@@ -1,5 +1,6 @@
 """`RankPrior`, under which factorised weights find their ranks, and `NormalPrior` for dense networks."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -21,20 +22,15 @@ from bayestrain.prior.watch import Watch
 
 UPDATES = {"newton": density.newton_step, "gradient": density.gradient_step}
 
-ALIGN_SWEEPS = 5
-"""Rounds of Newton steps of every lambda after an alignment; the steps that follow do the rest."""
-
-EARLY = 4
-"""How many times as often rank indices are aligned at first, when ranks are decided."""
+ALIGN_SWEEPS = 5  # rounds of Newton steps of every lambda after an alignment; the steps that follow do the rest
+EARLY = 4  # how many times as often rank indices are aligned at first, when ranks are decided
+SMALL = 1 << 16  # tensors up to this size are joined before they are summed; copying larger ones would cost more
 
 POSITIVE = "must be positive", lambda x: 0 < x < math.inf
 NOT_NEGATIVE = "cannot be negative", lambda x: 0 <= x < math.inf
 
 WARMUP, LONGEST_WARMUP = 250, 1000
 """Default steps of warm-up with as many entries of cores as terms of data, growing as the root of their ratio."""
-
-SMALL = 1 << 16
-"""Tensors up to this size are joined before they are summed; copying larger ones would cost more than it saves."""
 
 
 class NormalPrior:
@@ -96,17 +92,16 @@ class NormalPrior:
 
     def log_prob(self) -> Tensor:
         """``log p`` of all parameters and lambdas, unweighted, every constant included; differentiable."""
-        found: list[Any] = [module._parameters[name] for module, name in self._others]
-        sharded = density.exact([parameter for parameter in found if is_sharded(parameter)])
-        flat = density.exact([parameter.reshape(-1) for parameter in found if not is_sharded(parameter)])
+        own: list[Any] = [module._parameters[name] for module, name in self._others]
+        found = density.exact(own)
+        flat = [tensor.reshape(-1) for tensor in found if not is_sharded(tensor)]
         small = [tensor for tensor in flat if tensor.numel() <= SMALL]
         parts = [tensor for tensor in flat if tensor.numel() > SMALL] + ([torch.cat(small)] if small else [])
-        entries = sum(tensor.numel() for tensor in [*flat, *sharded])
         sums = [part.square().sum() for part in parts] or [torch.zeros(())]
-        if sharded:
-            sums.append(whole(reduce(torch.add, [shard.square().sum() for shard in sharded])))
-        squares = total(sums)
-        others = -0.5 * (squares / self.variance + entries * math.log(2 * math.pi * self.variance))
+        if sharded := [tensor.square().sum() for tensor in found if is_sharded(tensor)]:
+            sums.append(whole(reduce(torch.add, sharded)))
+        entries = sum(tensor.numel() for tensor in found)
+        others = -0.5 * (total(sums) / self.variance + entries * math.log(2 * math.pi * self.variance))
         return total([*(group.log_prob(self.variance) for group in self.groups), others])
 
     def loss(self, weight: Tensor | float | None = None) -> Tensor:
@@ -158,8 +153,7 @@ class NormalPrior:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state_dict`."""
-        steps, weight = int(state["steps"]), float(state["weight"])
-        warmup = int(state.get("warmup_steps", self.warmup_steps))  # older states have none
+        steps, weight, warmup = int(state["steps"]), float(state["weight"]), int(state["warmup_steps"])
         _check(*NOT_NEGATIVE, steps=steps, weight=weight, warmup_steps=warmup)
         self.steps, self.weight, self.warmup_steps = steps, weight, warmup
 
@@ -169,7 +163,6 @@ class RankPrior(NormalPrior):
 
     Used as `NormalPrior` is. Lambda is attached to the weights and saved in the model's ``state_dict``; a new prior on
     a loaded model continues with it. Freeze first what shall not train: a weight without a core that trains has none.
-
     A `CollapseWarning` says so, once, if the prior erases a weight.
 
     Args:
@@ -179,11 +172,9 @@ class RankPrior(NormalPrior):
         update: how `step` moves ``log lambda``: "newton" (to the conditional mode) or "gradient".
         floor: smallest lambda of a bond, relative to its largest.
         other_variance: prior variance of all parameters that are no cores, and of cores without bonds.
-        start: value every lambda starts with.
         hold_scale: names of the layers whose weight norm is held, because a normalisation behind them makes it free:
             one of PyTorch's, or a module with an attribute ``forgets_scale = True``. "auto" finds those, and warns
-            where it cannot be sure; naming a layer vouches for it. Cores, lambda, bias and running statistics are
-            rescaled together, so that the network computes the same.
+            where it cannot be sure; naming a layer vouches for it. The network computes the same.
         align_every: every so many steps, four times as often in the first two periods, rank indices are turned to the
             singular directions of their bonds: ranks are found sooner and more surely. 0 for never.
     """
@@ -201,14 +192,12 @@ class RankPrior(NormalPrior):
         update: str = "newton",
         floor: float = FLOOR,
         other_variance: float = density.OTHER_VARIANCE,
-        start: float = 1.0,
         hold_scale: str | Iterable[str] = "auto",
         align_every: int = 100,
     ) -> None:
-        _check(*POSITIVE, a=a, b=b, start=start, other_variance=other_variance)
+        _check(*POSITIVE, a=a, b=b, other_variance=other_variance)
         _check(*NOT_NEGATIVE, align_every=align_every)
         _check(f"must be one of {tuple(UPDATES)}", UPDATES.__contains__, update=update)
-        _check("must lie between exp(-30) and exp(30)", lambda x: abs(math.log(x)) <= density.LIMIT, start=start)
         _check("is relative to the largest lambda and must lie in (0, 1)", lambda x: 0 < x < 1, floor=floor)
         super().__init__(
             model, num_data, terms_per_datum=terms_per_datum, variance=other_variance, weight=weight,
@@ -226,18 +215,14 @@ class RankPrior(NormalPrior):
         self.held = layers_to_hold(model, self.weights, hold_scale)
         """The layers whose norm is held, each with the normalisations behind it."""
         for name, own in self.weights.items():
-            fresh = own.rank_state is None
             state = own.attach_rank_state()
             state.a, state.b, state.floor = a, b, floor
-            for u in state.log_lambdas if fresh else ():
-                u.fill_(math.log(start))
             if name in self.held:
                 state.held_norm.copy_(torch.where(state.held_norm > 0, state.held_norm, norm_of(own).detach()))
         trained = {name: own for name, own in self.weights.items() if any(core.requires_grad for core in own.cores)}
         if warmup_steps is None:
-            starts = [(own, own.attach_rank_state().start) for own in trained.values()]  # also of a compacted model
-            shapes = [shape for own, ranks in starts for shape in own.equation.shapes(own.layout.sizes, ranks)]
-            ratio = sum(map(math.prod, shapes)) / self._terms
+            sizes = [(own, own.attach_rank_state().start) for own in trained.values()]  # also of a compacted model
+            ratio = sum(own.equation.entries(own.layout.sizes, start) for own, start in sizes) / self._terms
             self.warmup_steps = round(min(WARMUP * math.sqrt(ratio), LONGEST_WARMUP))
         self._others = _places(model, (core for own in trained.values() for core in own.cores))
         group = getattr(fast(), "group", Group)(trained, self.held)  # None where perf would not be faster
@@ -270,7 +255,9 @@ class RankPrior(NormalPrior):
         return {**super().state_dict(), "watch": self._watch.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        watch = self._watch.restored(state["watch"]) if "watch" in state else self._watch  # older ones have none
+        watch = copy.copy(self._watch)
+        if "watch" in state:  # that of a `NormalPrior` has none
+            watch.load_state_dict(state["watch"])
         super().load_state_dict(state)
         self._watch = watch
 

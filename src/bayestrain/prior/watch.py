@@ -1,9 +1,8 @@
 """`Watch` notices when a prior erases weights instead of pruning their ranks."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +10,12 @@ from torch import Tensor, nn
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.prior.groups import norm_of, whole
 
-EARLY = 100
-"""Steps at first with many looks. What a look costs is that a GPU is waited for."""
-
-VANISHED = 1 / 3
-"""The share of a norm that early is left only if a prior erases; pruning takes longer, so later it is smaller."""
-
-MATTERS = 0.2
-"""A prior with fewer entries of a weight than this per term of the data cannot have erased it."""
-
+EARLY = 100  # steps at first with many looks. What a look costs is that a GPU is waited for
+VANISHED = 1 / 3  # the share of a norm that early is left only if a prior erases; pruning takes longer
+MATTERS = 0.2  # a prior with fewer entries of a weight than this per term of the data cannot have erased it
 STRONG = 2.0
-"""With as many it outweighs most data. Of a weight under a weaker one less must be left: where outputs are far larger
-than their noise, it is the data that first shrink a random start, to a seventh or so, before it grows again."""
+"""A prior with as many outweighs most data. Under a weaker one less must be left: where outputs are far larger than
+their noise, it is the data that first shrink a random start, to a seventh or so, before it grows again."""
 
 
 class Watch:
@@ -33,9 +26,10 @@ class Watch:
     """
 
     def __init__(self, weights: Mapping[str, FactorizedWeight], places: Sequence[tuple[nn.Module, str]]) -> None:
-        self.weights, self.places = dict(weights), [(m, n) for m, n in places if _is_matrix(m._parameters[n])]
-        self.ranks = [own.ranks for own in weights.values()]
-        """At the last look: what a cut took away is no loss."""
+        known: list[tuple[Any, nn.Module, str]] = [(m._parameters[n], m, n) for m, n in places]
+        self.places = [(m, n) for p, m, n in known if not nn.parameter.is_lazy(p) and p.ndim > 1]
+        self.weights = dict(weights)
+        self.ranks = [own.ranks for own in weights.values()]  # at the last look: what a cut took away is no loss
         self.start = self._norms()
         self.shares = [1.0] * len(self.start)
 
@@ -73,13 +67,7 @@ class Watch:
         """What the next look depends on."""
         return {"start": list(self.start), "shares": list(self.shares), "ranks": list(self.ranks)}
 
-    def restored(self, state: Mapping[str, Any]) -> Self:
-        """A watch of the same weights that continues from a `state_dict`."""
-        found = copy.copy(self)
-        found.start, found.shares = (list(map(float, state[name])) for name in ("start", "shares"))
-        found.ranks = [tuple(own) for own in state["ranks"]]
-        return found
-
-
-def _is_matrix(parameter: Tensor | None) -> bool:
-    return parameter is not None and not nn.parameter.is_lazy(parameter) and parameter.ndim > 1
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; a wrong one changes nothing."""
+        start, shares = (list(map(float, state[name])) for name in ("start", "shares"))
+        self.ranks, self.start, self.shares = [tuple(own) for own in state["ranks"]], start, shares

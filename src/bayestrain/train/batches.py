@@ -19,6 +19,9 @@ KINDS = (
     "function that returns an iterator of batches"
 )
 
+LOADER = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+          "generator", "prefetch_factor", "persistent_workers", "pin_memory_device")  # fmt: skip
+
 
 class Padding(tuple[Any, Tensor]):
     """A batch of one datum that counts as none, for a process that has no part of a batch of the others."""
@@ -30,12 +33,11 @@ class Batches:
     `data` are one of `KINDS`, where images are any object with ``batches(batch_size, shuffle=, generator=, device=)``.
     Inputs may be a tensor or a dict, list or tuple of tensors. `batch_size` and `shuffle`, which draws a new order for
     each pass from torch's global generator, do not concern data that come in batches. Errors call the data `name`.
-
     `num_data` and `steps`, the data and batches of a pass, are 0 until `count`, if only a pass can determine them.
 
-    In a `world` of several processes every one yields its part of the same batches, or, of data that say so by an
-    attribute ``sharded = True`` (of the data or of a DataLoader's dataset) or by a `DistributedSampler`, its own
-    batches, which are parts of one. Who has none left yields `Padding` until the others are through.
+    In a `world` of several processes every one yields its part of the same batches. Of data with an attribute
+    ``sharded = True`` (also of a DataLoader's dataset) or a `DistributedSampler` it yields its own batches, and
+    `Padding` once it has none left, until the others are through.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Batches:
         if self.sharded and self.world and self.world.parts > 1:
             raise ConfigError(f"{name} are sharded, but particles in different processes need the same data.")
         self._divided = self.world is not None and self.world.replicas > 1 and not self.sharded
-        self._empty: deque[bool] | None = None  # whether the next batches of a DataLoader are padding
+        self._parts: _Parts | None = None  # of the batches of a DataLoader
         self.data, self.batch_size, self.device, self.name = data, batch_size, device, name
         self.num_data = self.steps = 0
         self._passes: Callable[[], Iterable[Any]]
@@ -73,10 +75,12 @@ class Batches:
             self.num_data, self._passes = sizes.pop(), partial(self._rows, self._moved(data), shuffle)
         elif isinstance(data, Iterable):
             self._passes, self.steps = lambda: data, length_hint(data)
-            if marked and self.sharded:
+            if marked and self.world:
                 self.steps = 0  # that of a process is not that of all
             if self._divided and isinstance(data, DataLoader) and data.batch_sampler is not None:
-                self._empty, loader = deque(), self._loader(data)
+                self._parts = _Parts(data.batch_sampler, self._bounds)
+                kept = {name: getattr(data, name) for name in LOADER}
+                loader: Any = DataLoader(data.dataset, batch_sampler=self._parts, **kept)
                 self._passes = lambda: loader
             if isinstance(data, DataLoader) and getattr(data.batch_sampler, "sampler", None) is data.sampler:
                 self.num_data = length_hint(data.sampler)
@@ -123,11 +127,12 @@ class Batches:
             if len(batch[1]) == 1 and self._leaves_one:
                 continue
             steps += 1
-            if self._divided and self._empty is None:
-                yield self._part(batch)
-                continue
+            empty = self._parts is not None and self._parts.empty.popleft()
+            if self._divided and self._parts is None:
+                first, last = self._bounds(len(batch[1]))
+                batch, empty = apply(batch, lambda t, a=first, b=last: t[a : max(b, a + 1)]), first == last
             x, y = self._moved(batch)
-            yield Padding((x, y)) if self._empty and self._empty.popleft() else (x, y)
+            yield Padding((x, y)) if empty else (x, y)
         if not steps:
             raise ConfigError(f"{self.name} yielded no batch. It must be iterable once per epoch: pass {KINDS}.")
 
@@ -136,10 +141,11 @@ class Batches:
         if not self.steps or (num_data is None and not self.num_data):
             sizes = [rows(batch) for batch in self]
             self.num_data, self.steps = sum(sizes), len(sizes)
-            if self._divided or self.sharded:
-                self.num_data = self._of_all(self.num_data)
-        elif self._sampler is not None:
-            self.num_data = self._of_all(self.num_data)
+            parts = self._divided or self.sharded
+        else:
+            parts = self._sampler is not None
+        if self.world and parts:
+            self.num_data = int(self.world.sum_data(torch.tensor(self.num_data)))
         self.num_data = self.num_data if num_data is None else num_data
         return self.num_data
 
@@ -149,36 +155,11 @@ class Batches:
         for chosen in order.to(self.device).split(self.batch_size):
             yield apply(data, lambda tensor, chosen=chosen: tensor[chosen])
 
-    def _of_all(self, number: int) -> int:
-        return int(self.world.sum_data(torch.tensor(number))) if self.world else number
-
     def _bounds(self, number: int) -> tuple[int, int]:
         """Which of so many rows are this process's."""
         assert self.world is not None
-        return number * self.world.replica // self.world.replicas, number * (
-            self.world.replica + 1
-        ) // self.world.replicas
-
-    def _part(self, batch: Any) -> tuple[Any, Tensor]:
-        """This process's rows of a batch."""
-        first, last = self._bounds(len(batch[1]))
-        x, y = self._moved(apply(batch, lambda tensor: tensor[first : max(last, first + 1)]))
-        return Padding((x, y)) if first == last else (x, y)
-
-    def _loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
-        """A DataLoader of this process's rows only."""
-
-        def parts() -> Iterator[list[Any]]:
-            empty: deque[bool] = deque()
-            self._empty = empty
-            for chosen in map(list, data.batch_sampler or ()):
-                first, last = self._bounds(len(chosen))
-                empty.append(first == last)
-                yield chosen[first : max(last, first + 1)]
-
-        kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-                "generator", "prefetch_factor", "persistent_workers", "pin_memory_device")  # fmt: skip
-        return DataLoader(data.dataset, batch_sampler=_Again(parts), **{name: getattr(data, name) for name in kept})
+        place, places = self.world.replica, self.world.replicas
+        return number * place // places, number * (place + 1) // places
 
     def _moved(self, tree: Any) -> Any:
         return apply(tree, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -189,14 +170,18 @@ class Batches:
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
-class _Again:
-    """Iterable as often as one likes, over what a function yields."""
+class _Parts:
+    """The rows of this process in every batch of a sampler, so that its DataLoader loads no others."""
 
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self.make = make
+    def __init__(self, batches: Iterable[Any], bounds: Callable[[int], tuple[int, int]]) -> None:
+        self.batches, self.bounds = batches, bounds
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.make()
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.empty = deque[bool]()  # whether those that were yielded, and perhaps not loaded yet, are padding
+        for chosen in map(list, self.batches):
+            first, last = self.bounds(len(chosen))
+            self.empty.append(first == last)
+            yield chosen[first : max(last, first + 1)]
 
 
 def rows(batch: tuple[Any, Tensor]) -> int:

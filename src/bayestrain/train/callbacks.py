@@ -78,11 +78,9 @@ class ProgressPrinter(Callback):
 
     def _left(self, done: float) -> list[str]:
         """``["0:01:31 left"]`` after so many epochs, or nothing if it is not known yet, or over."""
-        new = done - self.plan.first_epoch
-        if new <= 0 or done >= self.plan.epochs:
-            return []
-        seconds = (time.monotonic() - self.started) / new * (self.plan.epochs - done)
-        return [f"{timedelta(seconds=round(seconds))} left"]
+        new, left = done - self.plan.first_epoch, self.plan.epochs - done
+        seconds = (time.monotonic() - self.started) / max(new, 1e-9) * left
+        return [f"{timedelta(seconds=round(seconds))} left"] if new > 0 < left else []
 
     def _size(self, parameters: int) -> str:
         dense = self.plan.dense_parameters

@@ -240,12 +240,7 @@ class RunConfig:
 
 SECTIONS: dict[str, type[Section]] = {section.title: section for section in Section.__subclasses__()}
 
-IMMATERIAL = (
-    "fit.checkpoint_every",
-    "fit.threads",
-    "posterior.replicas",
-    "run.name",
-)  # do not change what is trained, so may change
+IMMATERIAL = ("fit.checkpoint_every", "fit.threads", "posterior.replicas", "run.name")  # for what is trained
 
 
 def unknown_setting(name: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""One run in several processes that `torchrun` started: who does what. PyTorch's engine does the work.
+"""One run in several processes that `torchrun` started: who does what.
 
 `World` arranges the processes in a mesh of particles x data: those along "data" have the same particles and share each
 batch, those along "particles" have different particles. One network has all of them along "data". What is decided from
@@ -31,14 +31,9 @@ from bayestrain.nn import factorized_weights
 from bayestrain.prior.groups import is_sharded, whole
 from bayestrain.train.config import shown
 
-TIMEOUT = "BAYESTRAIN_TIMEOUT"
-"""Environment variable: seconds that a process waits for the others before it gives up."""
-
-FEWEST_ROWS = 8
-"""Parameters with fewer are not sharded: DTensor cannot give a row to every process."""
-
-LAST_WORDS = 10.0
-"""Seconds that process 0 has to report what went wrong in another one, before `torchrun` stops it."""
+TIMEOUT = "BAYESTRAIN_TIMEOUT"  # environment variable: seconds that a process waits for the others
+FEWEST_ROWS = 8  # of parameters that are sharded: DTensor cannot give a row to every process
+LAST_WORDS = 10.0  # seconds that process 0 has to report what went wrong in another one, before torchrun stops it
 
 
 def rank() -> int:
@@ -82,8 +77,8 @@ def join(device: torch.device) -> None:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise ConfigError(
             f"Process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} has not met the others at {where} "
-            f"within {seconds:g} s: {str(error).partition(chr(10))[0]} Start all of them with torchrun, on every node "
-            f"with the same --rdzv-endpoint, or unset WORLD_SIZE. {TIMEOUT} sets the time to wait in seconds."
+            f"within {seconds:g} s ({TIMEOUT}): {str(error).partition(chr(10))[0]} Start all of them with torchrun, on "
+            "every node with the same --rdzv-endpoint, or unset WORLD_SIZE."
         ) from error
     atexit.register(_leave)
 
@@ -98,7 +93,6 @@ class World:
     """The processes of a run; alone, one process that has all particles and all data.
 
     Args:
-        device: where this process computes.
         particles: of all processes.
         replicas: processes that have the same particles and share the batches.
         alone: whatever others there are.
@@ -115,10 +109,9 @@ class World:
         if self.size == 1 or particles == 1:
             return
         if self.size % replicas or self.size // replicas > particles:
-            processes = f"{self.size} processes with posterior.replicas {replicas}"
             raise ConfigError(
-                f"{processes} do not go with {particles} particles: every {replicas} processes need a particle of "
-                "their own. Start fewer processes, or choose replicas that divide their number."
+                f"{self.size} processes with posterior.replicas {replicas} do not go with {particles} particles: every "
+                f"{replicas} need one of their own. Start fewer processes, or choose replicas that divide their number."
             )
         self.parts, self.replicas = self.size // replicas, replicas
         from torch.distributed.device_mesh import init_device_mesh
@@ -132,9 +125,9 @@ class World:
         """Which of so many particles this process has."""
         return slice(total * self.part // self.parts, total * (self.part + 1) // self.parts)
 
-    def spread(self, own: int) -> Spread | None:
+    def spread(self, own: int) -> Spread:
         """How the particles are spread, of which this process has so many."""
-        return None if self._particles is None else Spread(self._particles, own, self.device)
+        return Spread(own, self._particles, self.device)
 
     def sum_data(self, tensor: Tensor) -> Tensor:
         """The sum over the processes that share a batch, in place."""
@@ -208,24 +201,18 @@ class World:
             assert report is not None
             return report
         weights, state = factorized_weights(model).values(), optimizer.state
-        cut = [
-            ([core.detach() for core in w.cores], w.rank_state.log_lambdas if w.rank_state else [],
-             w.compacted, [state.get(core, {}) for core in w.cores])
-            for w in weights if self.rank == 0
-        ]  # fmt: skip
+        cut = [(w.state_dict(), w.compacted, [state.get(core, {}) for core in w.cores]) for w in weights]
         report, cut = shared((report, cut))
-        for weight, (cores, us, compacted, states) in zip(weights, cut, strict=True):
-            if self.rank == 0:
-                continue
-            weight.set_cores(cores)
+        if self.rank == 0:
+            return report
+        for weight, (own, compacted, states) in zip(weights, cut, strict=True):
+            weight.load_state_dict(own)
             weight.compacted = compacted
-            for bond, u in enumerate(us):
-                weight.attach_rank_state().set_log_lambda(bond, u.to(self.device))
-            for core, own in zip(weight.cores, states, strict=True):
-                moved = {key: value.to(core.device) if torch.is_tensor(value) and value.ndim else value
-                         for key, value in own.items()}  # fmt: skip
+            for core, moments in zip(weight.cores, states, strict=True):
                 state.pop(core, None)
-                state.update({core: moved} if own else {})
+                if moments:
+                    state[core] = {k: v.to(core.device) if torch.is_tensor(v) and v.ndim else v
+                                   for k, v in moments.items()}  # fmt: skip
         return report
 
     def agree(self, settings: Mapping[str, Any]) -> None:

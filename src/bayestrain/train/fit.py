@@ -87,21 +87,19 @@ def fit(
             of each datum.
         config: settings of the loop, of which `settings` may change single ones.
         prior: the settings of the prior; False trains without one.
-        particles: with 2 or more, train a posterior of so many networks by `method`: "svgd", "anchored", "ensemble" or
-            "sgld".
+        particles: 2 or more train a posterior by `method`: "svgd", "anchored", "ensemble" or "sgld".
         optimizer: a name of `FitConfig.optimizer`, or a function of a list of (name, parameter) pairs that returns an
             optimiser; its learning rates follow the schedule in proportion.
         num_data: number of training examples, if `data` do not know it; otherwise one pass counts them.
-        teacher: a network, for example the one that `compress_` made smaller, whose predictions count as much as the
-            targets (distillation). For one network; it is copied and does not change.
+        teacher: a network, such as the one that `compress_` made smaller, whose predictions count as much as the
+            targets (distillation). For one network; it is copied.
         callbacks: objects with methods of `Callback`.
         folder: where checkpoints and ``history.jsonl`` go.
         resume: continue from the last checkpoint in `folder`, with the same settings; on a CPU in the same bits.
         device: where to train; by default where the model is.
         seed: of all random numbers while training; the generators return to their states from before.
         progress: print a line per epoch.
-        settings: any field of `FitConfig`, and `kernel`, `temperature`, `chunk` and `replicas` of
-            `PosteriorConfig`.
+        settings: any field of `FitConfig`, and `kernel`, `temperature`, `chunk` and `replicas` of `PosteriorConfig`.
 
     >>> import torch, bayestrain as bt
     >>> model = torch.nn.Sequential(bt.TensorLinear(16, 8, max_rank=4), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -163,15 +161,13 @@ def fit(
         steps = math.ceil(batches.steps / config.accumulate)
         if teacher is not None:
             teacher = copy.deepcopy(teacher).to(place).eval().requires_grad_(False)
-        setup = Setup(config, chosen, how, number, steps, optimizer, seed, place, teacher, world)
+        setup = Setup(config, chosen, how, number, steps, world, optimizer, teacher, seed)
         subject = Particles(models, likelihood, setup) if how.particles > 1 else Network(models[0], likelihood, setup)
         listeners = [*callbacks, *([ProgressPrinter()] if progress else [])]
         loop = Loop(subject, setup, batches, held_out, folder, listeners, known)
-        if saved is None:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-        else:
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(seed)
+        if saved is not None:
             loop.restore(saved)
         final, before = loop.run(note), loop.history[0]
         result = FitResult(
@@ -184,12 +180,9 @@ def fit(
 
 def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
     """The networks to train: one for each particle."""
-    if isinstance(model, nn.Module):
-        models = [model]
-    else:
-        models = (
-            list(model) if isinstance(model, Sequence) else independent(model, number, seed) if callable(model) else []
-        )
+    models = list(model) if isinstance(model, Sequence) and not isinstance(model, nn.Module) else [model]
+    if callable(model) and not isinstance(model, nn.Module):
+        models = independent(model, number, seed)
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise ConfigError(f"model must be a network, a function that builds one, or a list of them, got {model!r}.")
     if number not in (1, len(models)):

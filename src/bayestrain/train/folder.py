@@ -31,7 +31,7 @@ FILES = (LAST, PREVIOUS, *CHECKED, CHECKSUMS, "report.html")
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """The folder of a run, open for writing by one process only until `close`; also a context manager.
+    """The folder of a run, a context manager in which one process only may write to it.
 
     Args:
         path: the folder; a new run creates it.
@@ -74,11 +74,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                     shutil.rmtree(folder)
         except BlockingIOError:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
-            self.close()
+            os.close(self._lock)
             remedy = "Wait until that ends, stop it, or choose another folder."
             raise ConfigError(f"{path} is in use by {owner}. {remedy}") from None
         except BaseException:
-            self.close()
+            os.close(self._lock)
             raise
 
     @property
@@ -91,12 +91,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Whether there is a run, finished or with a checkpoint."""
         return any((self.path / name).exists() for name in ("result.json", LAST, PREVIOUS))
 
-    def close(self) -> None:
-        """Release the lock."""
-        os.close(self._lock)
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._lock)  # which releases it
 
     def write(self, name: str, content: bytes | str | Mapping[str, Any]) -> None:
         """Write one of the run's files, whole or not at all; a table becomes JSON. ``result.json`` is the last."""
@@ -116,7 +112,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         torch.save({**state, "format": FORMAT}, content)
         if self.checkpoint.name == LAST and self.checkpoint.is_file():
             (self.path / PREVIOUS).unlink(missing_ok=True)
-            shutil.copyfile(self.checkpoint, self.path / PREVIOUS)
+            shutil.copyfile(self.checkpoint, self.path / PREVIOUS)  # so that there is always a last one
         data = content.getvalue()
         self.write(LAST, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
         self.checkpoint, needed = self.path / LAST, self._parts
@@ -137,8 +133,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 continue
             if parts := state.get("parts"):
                 there = self.path / Path(str(parts["folder"])).name
-                if odd := [name for name, known in parts["files"].items() if not _same(there / Path(name).name, known)]:
-                    damaged.append(f"{there / odd[0]} is damaged.")
+                files = {there / Path(name).name: known for name, known in parts["files"].items()}
+                if odd := [file for file, known in files.items() if not file.is_file() or checksum(file) != known]:
+                    damaged.append(f"{odd[0]} is damaged.")
                     continue
                 self._parts = there.name
             if state.get("format") != FORMAT or not isinstance(state.get("settings"), dict):
@@ -160,10 +157,6 @@ def _unpacked(content: bytes) -> dict[str, Any]:
     if sum(entry.file_size for entry in zipfile.ZipFile(io.BytesIO(data)).infolist()) > len(data):
         raise ValueError("it is compressed, which checkpoints are not")
     return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-
-
-def _same(file: Path, known: str) -> bool:
-    return file.is_file() and checksum(file) == known
 
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:

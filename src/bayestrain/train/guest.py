@@ -16,8 +16,8 @@ from bayestrain.train.distributed import World
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
+# The settings of `FitConfig` that concern the search:
 SETTINGS = ("compact_every", "compact_from", "compact_tol", "rule", "round_tol", "target_ratio", "target_parameters")
-"""The settings of `FitConfig` that concern the search."""
 
 
 class Guest(Network):
@@ -25,9 +25,8 @@ class Guest(Network):
 
     kept = ("template", "optimizer", "prior")
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, prior: NormalPrior | None) -> None:
-        self.template, self.optimizer, self.prior, self.capture = model, optimizer, prior, None
-        self.world = World(next(model.parameters()).device, alone=True)  # the loop's own processes all do the same
+    def __init__(self, model: nn.Module, optimizer: Any, prior: NormalPrior | None, world: World) -> None:
+        self.template, self.optimizer, self.prior, self.capture, self.world = model, optimizer, prior, None, world
 
     def _forget(self) -> None:
         pass  # the loop's wrapper is the callback's to renew
@@ -62,16 +61,16 @@ class RankSearch:
         held = [each for each in plain if cores & {p for group in each.param_groups for p in group["params"]}]
         if len(held) != 1:
             raise ConfigError(f"One optimiser must hold the cores of all factorised weights, {len(held)} do.")
-        place = next(iter(cores)).device
-        how = PosteriorConfig(), self.num_data, round(steps_per_epoch), None, 0, place, None, World(place, alone=True)
-        prior = Setup(self.config, self.prior, *how).make_prior(model)
+        world = World(next(iter(cores)).device, alone=True)  # the loop's own processes all do the same
+        setup = Setup(self.config, self.prior, PosteriorConfig(), self.num_data, round(steps_per_epoch), world)
+        prior = setup.make_prior(model)
         check_weight_decay(held[0], model)
-        self.search = Search(Guest(model, held[0], prior), self.config, self.told)
+        self.search = Search(Guest(model, held[0], prior, world), self.config, self.told)
         if prior is not None:
             prior.steps = steps
         for weight in weights:  # a target is approached from the size of the start
-            shapes = weight.equation.shapes(weight.layout.sizes, weight.attach_rank_state().start)
-            self.search.start += sum(map(math.prod, shapes)) - weight.numel
+            start = weight.equation.entries(weight.layout.sizes, weight.attach_rank_state().start)
+            self.search.start += start - weight.numel
 
     @property
     def running(self) -> NormalPrior | None:

@@ -21,14 +21,12 @@ from bayestrain.train.callbacks import Plan
 from bayestrain.train.config import FitConfig, plain
 from bayestrain.train.distributed import shared
 from bayestrain.train.folder import RunFolder
-from bayestrain.train.parts import put_together, take_apart, write_parts
+from bayestrain.train.parts import put_together, write_parts
 from bayestrain.train.search import Search
 from bayestrain.train.subject import Network, Setup
 
 LOOK_EVERY = 50  # steps between progress reports, and between checks of the losses on a GPU, which wait for the device
-LEARNED, FORGOTTEN = 0.1, 0.6
-"""By how much per datum the likelihood loss falls if anything was learned, and which fraction of it is far too much."""
-
+LEARNED, FORGOTTEN = 0.1, 0.6  # how far the likelihood loss falls if anything was learned; the share not to be lost
 SETTLING = 2**14  # training inputs with which batch norm's statistics of particles are estimated at the end
 
 
@@ -92,8 +90,7 @@ class Loop:
         """One pass over the data; the mean losses and accuracy."""
         every = LOOK_EVERY if self.data.device.type == "cuda" else 1
         self.data.epoch, sums, recent, batches = self.epoch, [0.0] * 4, list[tuple[Tensor, int]](), iter(self.data)
-        groups = iter(lambda: list(islice(batches, self.config.accumulate)), [])
-        for step, group in enumerate(groups, start=1):
+        for step, group in enumerate(iter(lambda: list(islice(batches, self.config.accumulate)), []), start=1):
             self._set_rate(self.epoch + min((step - 1) / self.steps, 1.0))
             number = int(self.subject.world.sum_data(torch.tensor(sum(map(rows, group)))))
             recent.append((self.subject.step(group).clone(), number))
@@ -151,13 +148,9 @@ class Loop:
             self.folder.write_history(self.history)
         due = self.epoch in (self.config.epochs, self.epochs) or not self.epoch % self.config.checkpoint_every
         if self.place is not None and due:
-            posterior = self.subject.posterior
-            spread = None if posterior is None else posterior.method.spread
-            whole, parts = take_apart(self.state(), self.subject.world, spread)
-            if kept := write_parts(parts, self.place, self.epoch, self.subject.world):
-                whole["parts"] = kept
+            state = write_parts(self.state(), self.subject, self.place, self.epoch)
             if self.folder is not None:
-                self.folder.save_checkpoint(whole)
+                self.folder.save_checkpoint(state)
             self.saved = self.epoch
         self.notify("epoch", record)
 
@@ -172,9 +165,8 @@ class Loop:
             self.forgotten = True
             warnings.warn(
                 f"The prior undoes the training: at epoch {self.epoch} the likelihood loss is {now:.4g}, after "
-                f"{best:.4g} before the prior took effect and {first:.4g} at first. Does the likelihood sum over "
-                "the outputs of a datum, instead of averaging? If so, try a smaller weight of the prior, or longer "
-                "warmup_epochs.",
+                f"{best:.4g} before the prior took effect and {first:.4g} at first. The likelihood must sum over the "
+                "outputs of a datum, not average. If it does, lower the prior's weight, or raise warmup_epochs.",
                 CollapseWarning,
                 stacklevel=2,
             )
@@ -204,14 +196,13 @@ class Loop:
         assert self.place is not None
         file = self.place if self.folder is None else self.folder.checkpoint
         with reading(file, "Resume with the same network and data, or overwrite the run."):
-            state = put_together(state, self.place, self.subject.template, self.subject.optimizer, self.subject.world)
+            state = put_together(state, self.subject, self.place)
             vars(self).update({name: state[name] for name in self.KEPT})
             vars(self.search).update({name: state["search"][name] for name in Search.KEPT})
             plain((self.history, self.search.spectra))  # or else they could not be written later
             for record in self.history:
                 _ = record["validation"], +record["parameters"], [tuple(bonds) for bonds in record["ranks"].values()]
-            right = isinstance(self.history, list) and self.epoch in range(self.epochs + 1)
-            if not right or not math.isfinite(self.seconds):
+            if self.epoch not in range(self.epochs + 1) or not math.isfinite(self.seconds):
                 raise ValueError(f"its epoch is {self.epoch!r}, its time {self.seconds!r}")
             if self.search.ended is not None:
                 self.subject.end_search()

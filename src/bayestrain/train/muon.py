@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from bayestrain.errors import ConfigError
 from bayestrain.nn.sizes import factorized_weights
 
-NEWTON_SCHULZ, ROUNDS = (3.4445, -4.7750, 2.0315), 5
-"""The odd polynomial that, applied so many times, brings singular values between 0 and 1 near 1 (Jordan et al.)."""
-
+NEWTON_SCHULZ, ROUNDS = (3.4445, -4.7750, 2.0315), 5  # so many times it brings singular values below 1 near 1
 EMPTY = 1e-7  # momentum of a smaller norm makes smaller steps: a core without gradients comes to rest
 SIZE = 0.2  # of a step's entries (RMS), in learning rates: about Adam's, so one rate suits both (Liu et al., 2025)
 
@@ -54,8 +52,6 @@ class Muon(torch.optim.AdamW):
     def __init__(
         self, params: nn.Module | Iterable[Any], lr: float | Tensor = 3e-3, *, momentum: float = 0.95, **options: Any
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"momentum must be at least 0 and less than 1, got {momentum}.")
         if isinstance(params, nn.Module):
             params = muon_groups([(n, p) for n, p in params.named_parameters() if p.requires_grad], params)
         groups = list(params)

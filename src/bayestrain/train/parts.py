@@ -12,23 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayestrain.files import checksum
-from bayestrain.infer import Spread
 from bayestrain.prior.groups import is_sharded
-from bayestrain.train.distributed import World, shared
+from bayestrain.train.distributed import shared
+from bayestrain.train.subject import Network
 
 STACKED = ("particles", "carried", "optimizer", "broken", "anchors", "numbers")
 """The entries of a posterior's state whose tensors have the particles along their first dimension, but for scalars."""
 
-Walk = Callable[[tuple[str, ...], Tensor], Any]
 
-
-def _walk(tree: Any, visit: Walk, path: tuple[str, ...] = ()) -> Any:
+def _walk(tree: Any, visit: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
     """The same tree, with what `visit` makes of every tensor and of every note of one."""
     if isinstance(tree, Tensor) or (isinstance(tree, dict) and "shape of part" in tree):
-        return visit(path, tree)  # type: ignore[arg-type]
+        return visit(path, tree)
     if isinstance(tree, Mapping):
         return {key: _walk(value, visit, (*path, str(key))) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -42,9 +40,10 @@ def _stacked(path: tuple[str, ...], tensor: Any) -> bool:
     return not scalar and "posterior" in path and any(name in path for name in STACKED)
 
 
-def take_apart(state: dict[str, Any], world: World, spread: Spread | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state with notes in the place of what this process has only a part of, and these parts."""
-    parts: dict[str, Tensor] = {}
+def write_parts(state: dict[str, Any], subject: Network, folder: Path, epoch: int) -> dict[str, Any]:
+    """Write what each process has only a part of; the state with notes in the place of these parts."""
+    world, parts = subject.world, dict[str, Tensor]()
+    spread = None if subject.posterior is None else subject.posterior.method.spread
 
     def visit(path: tuple[str, ...], tensor: Tensor) -> Any:
         name = "/".join(path)
@@ -52,20 +51,16 @@ def take_apart(state: dict[str, Any], world: World, spread: Spread | None) -> tu
         if is_sharded(tensor):
             parts[name] = tensor
             return note
-        if spread is None or not _stacked(path, tensor):
+        if spread is None or spread.group is None or not _stacked(path, tensor):
             return tensor
         for i, row in enumerate(tensor.detach().cpu(), start=spread.own.start):
             if world.replica == 0:
                 parts[f"{name}/{i}"] = row.contiguous()
         return {**note, "shape of part": [spread.total, *tensor.shape[1:]]}
 
-    return _walk(state, visit), parts
-
-
-def write_parts(parts: dict[str, Tensor], folder: Path, epoch: int, world: World) -> dict[str, Any] | None:
-    """Write the parts of all processes; what process 0 notes about them, or None if there are none."""
+    state = _walk(state, visit)
     if not world.any(bool(parts)):
-        return None
+        return state
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -73,18 +68,17 @@ def write_parts(parts: dict[str, Tensor], folder: Path, epoch: int, world: World
     if world.rank == 0 and place.exists():
         shutil.rmtree(place)  # of a process that was killed
     shared(None)
-    writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
-    save(parts, storage_writer=writer)
+    save(parts, storage_writer=HuggingFaceStorageWriter(str(place), save_distributed=True))
     shared(None)
-    return {"folder": place.name, "files": {f.name: checksum(f) for f in place.iterdir()} if world.rank == 0 else {}}
+    files = {file.name: checksum(file) for file in place.iterdir()} if world.rank == 0 else {}
+    return {**state, "parts": {"folder": place.name, "files": files}}
 
 
-def put_together(
-    state: dict[str, Any], folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> dict[str, Any]:
+def put_together(state: dict[str, Any], subject: Network, folder: Path) -> dict[str, Any]:
     """The state of this process: its own particles and shards, from a checkpoint of any number of processes."""
     wanted: dict[str, Tensor] = {}
-    named, listed = dict(model.named_parameters()), [p for group in optimizer.param_groups for p in group["params"]]
+    world, named = subject.world, dict(subject.template.named_parameters())
+    listed = [p for group in subject.optimizer.param_groups for p in group["params"]]
 
     def laid_out(path: tuple[str, ...], tensor: Tensor) -> Tensor:
         """The tensor, sharded if the parameter is that it belongs to."""
@@ -102,9 +96,7 @@ def put_together(
             n, *shape = tensor["shape of part"]
             own = world.particles_of(n)
             rows = torch.empty(own.stop - own.start, *shape, dtype=tensor["dtype"])
-            wanted.update(
-                {f"{tensor['name']}/{i}": row for i, row in zip(range(own.start, own.stop), rows, strict=True)}
-            )
+            wanted.update({f"{tensor['name']}/{i}": row for i, row in enumerate(rows, own.start)})
             return rows
         if isinstance(tensor, Tensor):
             return laid_out(path, tensor)

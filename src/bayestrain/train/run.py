@@ -196,15 +196,13 @@ def built(name: str) -> nn.Module:
 
 def tensorized(model: nn.Module, settings: TensorizeSettings) -> nn.Module:
     """Factorise the layers that the settings do not keep dense."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    if odd := [pattern for pattern in settings.keep_dense if not fnmatch.filter(names, pattern)]:
-        raise ConfigError(f"tensorize.keep_dense has {odd[0]!r}, which matches none of {sorted(names)}.")
-    dense = {name for pattern in settings.keep_dense for name in fnmatch.filter(names, pattern)}
-    if not settings.enabled or (dense.issuperset(names) and factorized_weights(model)):
+    dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    kept = {name for pattern in settings.keep_dense for name in fnmatch.filter([*dense, *settings.modes], pattern)}
+    if not settings.enabled or (kept.issuperset(dense) and factorized_weights(model)):
         return model  # perhaps the function that built it has done so
-    modes = {name: chosen for name, chosen in settings.modes.items() if name not in dense}
+    modes = {name: chosen for name, chosen in settings.modes.items() if name not in kept}
     chosen = TensorizeConfig(settings.max_rank, settings.format, settings.layout, settings.init, settings.tol, modes)
-    tensorize_(model, chosen, lambda _, name: name not in dense)
+    tensorize_(model, chosen, lambda *_: True, exclude=settings.keep_dense)
     return model
 
 
@@ -230,7 +228,7 @@ def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[s
         if weight := weights.get(name):
             kind = {"format": weight.format.name, "layout": weight.layout.name, "shape": weight.shape}
             dense += weight.dense_numel - weight.numel
-            start += sum(map(math.prod, weight.equation.shapes(weight.layout.sizes, start_ranks[name]))) - weight.numel
+            start += weight.equation.entries(weight.layout.sizes, start_ranks[name]) - weight.numel
         elif isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
             kind = {"format": "", "layout": "", "shape": tuple(module.weight.shape)}
         else:

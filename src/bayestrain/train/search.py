@@ -106,9 +106,9 @@ def target_size(config: FitConfig, model: nn.Module) -> int:
 
 def fewest_parameters(model: nn.Module) -> int:
     """Those of the network with every rank at 1."""
-    weights, size = factorized_weights(model).values(), count_parameters(model)
-    shapes = [shape for w in weights for shape in w.equation.shapes(w.layout.sizes, [1] * len(w.ranks))]
-    return size - sum(w.numel for w in weights) + sum(map(math.prod, shapes))
+    weights = factorized_weights(model).values()
+    saved = (w.numel - w.equation.entries(w.layout.sizes, [1] * len(w.ranks)) for w in weights)
+    return count_parameters(model) - sum(saved)
 
 
 def check_target(config: FitConfig, model: nn.Module) -> None:

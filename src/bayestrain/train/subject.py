@@ -31,11 +31,8 @@ from bayestrain.train.muon import Muon, muon_groups
 
 Batch = tuple[Any, Tensor]
 
-LONGEST_WARMUP = 20
-"""Epochs without the full prior, in which a network overfits few data and then trusts in noise that is too small."""
-
-TAUGHT = 0.5
-"""The share of a teacher in the likelihood loss; the labels have the rest."""
+LONGEST_WARMUP = 20  # epochs; without the full prior a network overfits few data, and trusts in too little noise
+TAUGHT = 0.5  # the share of a teacher in the likelihood loss; the labels have the rest
 
 
 @dataclass(frozen=True)
@@ -47,19 +44,18 @@ class Setup:
     how: PosteriorConfig
     num_data: int
     steps: int
-    make: MakeOptimizer | None
-    seed: int
-    device: torch.device
-    teacher: nn.Module | None
     world: World
+    make: MakeOptimizer | None = None
+    teacher: nn.Module | None = None
+    seed: int = 0
 
     def make_optimizer(self, named: list[tuple[str, Tensor]], model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser for parameters of `model` or of its particles; CUDA graphs can capture its steps."""
         if self.make is not None:
             return self.make(named)
-        config, captured = self.config, self.device.type == "cuda"
-        groups = muon_groups(named, model, decay_cores=config.decay_cores)
-        lr = torch.tensor(config.lr, device=self.device) if captured else config.lr
+        config, device = self.config, self.world.device
+        captured, groups = device.type == "cuda", muon_groups(named, model, decay_cores=config.decay_cores)
+        lr = torch.tensor(config.lr, device=device) if captured else config.lr
         options = {"lr": lr, "weight_decay": config.weight_decay, "fused": captured or None}
         options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {"capturable": captured}
         if any(is_sharded(p) for _, p in named):  # fast optimisers take all parameters sharded, or none
@@ -97,7 +93,7 @@ class Network:
     kept: tuple[str, ...] = ("template", "likelihood", "optimizer", "scaler", "prior")
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, setup: Setup) -> None:
-        self.template, self.likelihood, self.config, self.device = model, likelihood, setup.config, setup.device
+        self.template, self.likelihood, self.config, self.device = model, likelihood, setup.config, setup.world.device
         self.prior, self.teacher = setup.make_prior(model), setup.teacher
         named = [*model.named_parameters(), *likelihood.named_parameters("likelihood")]
         named = [(name, p) for name, p in named if p.requires_grad]
@@ -117,14 +113,13 @@ class Network:
     @property
     def number(self) -> int:
         """Of particles."""
-        if self.posterior is None:
-            return 1
-        return len(self.posterior) if self.posterior.method.spread is None else self.posterior.method.spread.total
+        return 1 if self.posterior is None else self.posterior.method.spread.total
 
     def parameters(self) -> dict[str, Tensor]:
         """By name, stacked: ``(n, ...)``."""
         if self.posterior is None:
-            return {name: local(p.detach())[None] for name, p in self.template.named_parameters()}
+            own: Any = dict(self.template.named_parameters())  # of a sharded one, what this process has
+            return {k: (p.to_local() if is_sharded(p) else p).detach()[None] for k, p in own.items()}
         return {name.removeprefix("model."): p.detach() for name, p in self.posterior.particles.items()}
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
@@ -254,10 +249,10 @@ class Network:
         sane = squares.isfinite().all(0)
         if self.alive is not None:
             sane, self.alive = sane & self.alive, None
-        spread = None if self.posterior is None else self.posterior.method.spread
         if self.posterior is None:
-            sane = torch.tensor([not self.world.any(not bool(sane))])
-        everywhere = sane if spread is None else spread.gather(sane.byte()).bool()
+            everywhere = torch.tensor([not self.world.any(not bool(sane))])
+        else:
+            everywhere = self.posterior.method.spread.gather(sane.byte()).bool()
         if not (broken := (~everywhere).nonzero().flatten().tolist()):
             return ""
         if self.posterior is None or self.number - len(broken) < self.posterior.method.fewest:
@@ -328,7 +323,7 @@ class Particles(Network):
         if self.world.replicas > 1:
             self.posterior.summed = self.world.sum_many
         self.template, self.likelihood = self.posterior.template, self.posterior.likelihood
-        self.optimizer, self.config, self.device = self.posterior.method.optimizer, config, setup.device
+        self.optimizer, self.config, self.device = self.posterior.method.optimizer, config, self.world.device
 
     @property
     def prior(self) -> NormalPrior:  # type: ignore[override]
@@ -374,11 +369,6 @@ def predict(
                     outputs = one_tensor(model(arranged(x)))
                 parts.append(likelihood.prediction({k: t.cpu()[None] for k, t in likelihood.describe(outputs).items()}))
     return type(parts[0]).cat(parts), torch.cat(targets)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def accuracy(outputs: Tensor, y: Tensor) -> Tensor:
