@@ -5,7 +5,7 @@
     python benchmarks/pretrained.py FOLDER --resume          # keep the rows that an earlier run has left
     python benchmarks/pretrained.py --page                   # only write the page of results again
 
-The networks are those of akamaster/pytorch_resnet_cifar10, the data CIFAR-10 (`bayestrain data get cifar10`).
+The networks are those of akamaster/pytorch_resnet_cifar10, the data CIFAR-10 (`python -m paper.fetch cifar10`).
 Calibration uses training images without their labels. Layers are decomposed in several processes. Writes
 ``results/benchmarks/pretrained.json`` after every row and, beside it, ``PRETRAINED.md``.
 """
@@ -39,6 +39,7 @@ from bayestrain.compress.compression import LayerCurve
 from bayestrain.compress.curves import Point, Target, points
 from bayestrain.files import write_atomically
 from bayestrain.train.environment import describe_environment
+from paper import fetch
 
 RESULTS = Path(__file__).parents[1] / "results" / "benchmarks"
 RATIOS = (2, 3, 4, 6)
@@ -426,7 +427,7 @@ def main() -> None:
     if options.folder is None:
         parser.error("name the folder of the pretrained weights")
     torch.backends.cudnn.allow_tf32 = False
-    splits = bt.data.load("cifar10")
+    splits = fetch.load("cifar10")
     tested = (splits.train if options.validation else splits.test).to(options.device)
     images, labels = tested.images[-options.images :], tested.labels[-options.images :]
     batches = normalised(splits.train.images[: options.calibration].to(options.device) / 255).split(128)

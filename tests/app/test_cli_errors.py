@@ -32,7 +32,6 @@ OWN = ["train", "--model", "nets:build", "--data", "nets:loaders"]
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nets", raising=False)
     (tmp_path / "nets.py").write_text(NETS)
@@ -134,7 +133,6 @@ def test_finished_runs_are_wanted() -> None:
         assert "empty holds no finished run" in refused(*command, "empty", *rest)
     assert "nowhere is not a run folder" in refused("report", "nowhere")
     assert "empty" in refused("report", "empty")
-    assert "there is no data set 'mnits'" in refused("data", "get", "mnits")
     Path("empty/result.json").write_text("{")
     assert "result.json is damaged" in refused("inspect", "empty")
 

@@ -1,4 +1,4 @@
-"""`Images` and `Splits`, on the digits that ship with the package, and the decoders of the published formats."""
+"""`Images` and `Splits`, on the digits that ship with the package and the decoder of their format."""
 
 import dataclasses
 import gzip
@@ -126,6 +126,11 @@ def test_wrong_tensors_and_batch_sizes_are_refused_at_once() -> None:
             data.Images(good, torch.zeros(2, dtype=torch.int64)).batches(size, shuffle=False)
 
 
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"name must be one of \('mnist-mini',\), got 'mnits'"):
+        data.load("mnits")
+
+
 def test_importing_and_loading_does_not_import_pillow() -> None:
     code = "import sys; from bayestrain import data; data.load('mnist-mini'); assert 'PIL' not in sys.modules"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
@@ -174,12 +179,3 @@ def test_any_shape_is_read(shape: list[int], drawn: st.DataObject) -> None:
     tensor = images.idx(header + content)
     assert list(tensor.shape) == shape
     assert bytes(tensor.flatten().tolist()) == content
-
-
-def test_a_cifar_record_is_a_label_and_three_planes() -> None:
-    record = bytes([7]) + bytes([10]) * 1024 + bytes([20]) * 1024 + bytes(range(32)) * 32
-    found, labels = images.cifar(record * 10_000)
-    assert (found.shape, labels.dtype, labels.unique().tolist()) == ((10_000, 3, 32, 32), torch.int64, [7])
-    assert found[9_999, 0].unique().tolist() == [10]
-    assert found[0, 1].unique().tolist() == [20]
-    assert found[5_000, 2, 13].tolist() == list(range(32))

@@ -164,7 +164,7 @@ def _mini(monkeypatch: pytest.MonkeyPatch) -> None:
     small = type(digits)(**{
         **vars(digits), "train": digits.train.subset(range(0, 10_000, 10)), "test": digits.test.subset(range(500)),
     })  # fmt: skip
-    monkeypatch.setattr(data.data, "load", lambda _: small)
+    monkeypatch.setattr(data.fetch, "load", lambda _: small)
 
 
 @pytest.mark.usefixtures("_mini")

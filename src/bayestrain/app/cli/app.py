@@ -1,7 +1,6 @@
 """The commands of `bayestrain`, and how their errors are reported."""
 
 import errno
-import logging
 import math
 import os
 import random
@@ -20,7 +19,6 @@ from bayestrain.app.cli.runs import evaluate, inspect, report
 from bayestrain.app.cli.serve import serve
 from bayestrain.app.cli.train import train
 from bayestrain.errors import BayesTrainError, ConfigError, Interrupted
-from bayestrain.tables import text_table
 
 
 class CleanErrors(TyperGroup):
@@ -69,7 +67,6 @@ app = typer.Typer(
     cls=CleanErrors, add_completion=False, no_args_is_help=True, rich_markup_mode="markdown",
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-data_app = typer.Typer(no_args_is_help=True, help="List the data sets, or fetch one.")
 
 
 @app.callback(epilog="Start with **bayestrain train**, which needs no download, or with **bayestrain init**.")
@@ -78,28 +75,6 @@ def bayestrain(
                                           help="Print the version.")] = False,
 ) -> None:  # fmt: skip
     """Compact neural networks that find their own tensor ranks while they train."""
-
-
-@data_app.command("list")
-def list_data() -> None:
-    """List the data sets, and whether they are on this machine."""
-    from bayestrain.app.data import SPECS, cache_folder
-
-    rows = []
-    for spec in SPECS.values():
-        here, size = all(file.find(spec.home) for file in spec.files), sum(file.size for file in spec.files)
-        rows.append([spec.name, spec.title, "yes" if here else "no", f"{size / 1e6:.0f} MB"])
-    print(text_table(["name", "what", "here", "size"], rows, left_columns=3))
-    print(f"\nFetch one with: bayestrain data get NAME. The cache is {cache_folder()}.")
-
-
-@data_app.command("get")
-def get_data(name: Annotated[str, typer.Argument(help="One of those that **bayestrain data list** shows.")]) -> None:
-    """Download a data set unless it is on this machine, compare its checksums, and print its folder."""
-    from bayestrain.app import data
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(data.get(name))
 
 
 def init(
@@ -145,7 +120,6 @@ def table(rows: int, with_target: bool) -> str:
 
 for command in (train, compress, report, evaluate, inspect, predict, export, serve, init):
     app.command()(command)
-app.add_typer(data_app, name="data")
 
 
 def main() -> None:

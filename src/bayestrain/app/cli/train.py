@@ -1,7 +1,6 @@
 """`bayestrain train`: from names or a file to a run folder with a report."""
 
 import json
-import logging
 import os
 import re
 import shlex
@@ -82,9 +81,6 @@ def train(
     if main and not (resume or overwrite or lost) and ((folder / "result.json").exists() or checkpoint.exists()):
         raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
     place, talks = resolve_device(device), main and not (quiet or as_json)
-    if talks:  # show what the package logs, such as downloads
-        logging.basicConfig(format="%(message)s", stream=sys.stdout)
-        logging.getLogger("bayestrain").setLevel(logging.INFO)
     program = "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
     try:
         result = train_run(

@@ -1,17 +1,20 @@
-"""Labelled images in memory, and `load`, which returns a whole data set of them by name."""
+"""Labelled images in memory, and the digits that ship with the package."""
 
+import gzip
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
-from bayestrain.app.data.fetch import SPECS, contents
-from bayestrain.errors import ConfigError, DataError
+from bayestrain.errors import ConfigError, DataError, check_choice
+
+MINI = Path(__file__).with_name("mnist_mini")
 
 BLOCK_BYTES = 32 * 2**20
 """How much of an epoch, as float images, is prepared at once on a GPU, where each small operation costs a launch."""
@@ -108,7 +111,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set as `load` returns it, with the mean and deviation of its training pixels in [0, 1], per channel.
+    """Images to train with and to test, with the mean and deviation of its training pixels in [0, 1], per channel.
 
     Nothing applies them for you: normalise in the model, or with `normalize`.
     """
@@ -127,7 +130,7 @@ class Splits:
 
 
 def load(name: str) -> Splits:
-    """Load "mnist-mini", which ships with BayesTrain, or "mnist", "fashion-mnist" or "cifar10", fetched at first use.
+    """Load "mnist-mini", which ships with BayesTrain: 10,000 and 2,000 digits of MNIST.
 
     >>> digits = load("mnist-mini")
     >>> digits.train
@@ -136,13 +139,14 @@ def load(name: str) -> Splits:
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))
     """
-    files, spec = contents(name), SPECS[name]
-    if name == "cifar10":
-        train, test = Images(*cifar(b"".join(files[:-1]))), Images(*cifar(files[-1]))
-    else:
-        x, y, x_test, y_test = (idx(content) for content in files)
-        train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
-    return Splits(name, train, test, tuple(spec.classes), tuple(spec.mean), tuple(spec.std))
+    check_choice("name", name, ("mnist-mini",))
+
+    def read(part: str) -> Images:
+        files = (MINI / f"{part}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1"))
+        images, labels = (idx(gzip.decompress(file.read_bytes())) for file in files)
+        return Images(images[:, None], labels.long())
+
+    return Splits(name, read("train"), read("t10k"), tuple("0123456789"), mean=(0.1321,), std=(0.3096,))
 
 
 def idx(content: bytes) -> Tensor:
@@ -153,11 +157,3 @@ def idx(content: bytes) -> Tensor:
     if content[:3] != b"\0\0\x08" or len(content) != start + math.prod(shape):
         raise DataError(f"It is no idx file of bytes with shape {shape}: it has {len(content)} bytes.")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:].reshape(shape)  # torch warns on bytes
-
-
-def cifar(content: bytes) -> tuple[Tensor, Tensor]:
-    """Images and labels of CIFAR-10 files: records of a label byte and the three planes of a 32x32 image."""
-    if not content or len(content) % 3073:
-        raise DataError(f"CIFAR-10 has records of 3,073 bytes, not {len(content)} bytes in all.")
-    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
-    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
