@@ -238,13 +238,12 @@ def test_inputs_of_every_kind_give_the_same_prediction(run: Path) -> None:
     assert answers[0][1]["input"] == "rows.csv, row 2"
 
 
-def test_inspect_shows_ranks_and_plans(run: Path) -> None:
+def test_inspect_shows_ranks(run: Path) -> None:
     text = answer("inspect", str(run))
     result = json.loads((run / "result.json").read_text())
     for words in ("layer", "ranks", "whole network", f"{result['parameters']:,}", f"{result['dense_parameters']:,}"):
         assert words in text
-    assert json.loads(answer("inspect", str(run), "--json")) == result
-    assert all(name in answer("inspect", str(run), "--plan") for name in result["ranks"])
+    assert all(name in text for name in result["ranks"])
 
 
 def test_evaluate_gives_the_same_figures_again(run: Path) -> None:

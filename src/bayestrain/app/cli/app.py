@@ -13,9 +13,8 @@ from typer.core import TyperGroup
 
 from bayestrain import __version__
 from bayestrain.app.cli.compress import compress
-from bayestrain.app.cli.export import export
 from bayestrain.app.cli.predict import predict
-from bayestrain.app.cli.runs import evaluate, inspect, report
+from bayestrain.app.cli.runs import evaluate, export, inspect, report
 from bayestrain.app.cli.serve import serve
 from bayestrain.app.cli.train import train
 from bayestrain.errors import BayesTrainError, ConfigError, Interrupted

@@ -1,4 +1,4 @@
-"""Commands on finished runs, `bayestrain inspect`, `evaluate` and `report`, and what they share with the others."""
+"""Commands on finished runs, `bayestrain inspect`, `evaluate`, `report` and `export`, and what others share with them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,36 +54,18 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def inspect(
-    folder: Finished,
-    plan: Annotated[bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its "
-                                       "predicted time.")] = False,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: inputs at a time.")] = 128,
-    as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
-) -> None:  # fmt: skip
+def inspect(folder: Finished) -> None:
     """Show the layers of a run's network: formats, ranks and sizes.
 
     ```sh
     bayestrain inspect runs/digits-seed0
-    bayestrain inspect runs/digits-seed0 --plan --batch 1
     ```
     """
     run = finished(folder)
-    if as_json:
-        print((folder / "result.json").read_text(encoding="utf-8"), end="")
-    elif plan:
-        import torch
+    from bayestrain.app.report.facts import layer_table
 
-        from bayestrain.nn import summary
-        from bayestrain.train.run import load_run
-
-        x = torch.zeros(batch, *run.result["input_shape"], dtype=getattr(torch, run.result["input_dtype"]))
-        print(summary(load_run(folder, device="cpu").template, x))
-    else:
-        from bayestrain.app.report.facts import layer_table
-
-        table = layer_table(run)
-        print(text_table(table.header, table.rows, left_columns=6))
+    table = layer_table(run)
+    print(text_table(table.header, table.rows, left_columns=6))
 
 
 def evaluate(folders: Runs, device: Device = "auto") -> None:
@@ -123,3 +105,43 @@ def report(
         print(write_report(folders[0]))
     else:
         raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")
+
+
+def export(
+    folder: Finished,
+    format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="onnx, pt2 or executorch.")] = "onnx",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", show_default=False, help="File to write. "
+                                             "Default: model.FORMAT in the run's folder.")] = None,
+    weights: Annotated[str | None, typer.Option("--weights", metavar="BITS", show_default=False,
+                                                help="int8 or bf16 stores weights in fewer bits.")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Inputs at a time that the file is made with, and the "
+                                       "most that ExecuTorch will take.")] = 8,
+) -> None:  # fmt: skip
+    """Write a run's network or posterior as one file, after comparing its outputs with PyTorch's.
+
+    It returns the mean prediction, and the total, aleatoric and epistemic uncertainty. Its metadata name the classes
+    and what pictures were normalised with. A run names the function that builds its network, and that function is
+    called: only use runs you trust.
+
+    ```sh
+    bayestrain export runs/digits-seed0
+    bayestrain export runs/digits-seed0 --format pt2 --weights int8 --out digits.pt2
+    ```
+    """
+    result = finished(folder).result
+    if not result.get("input_shape"):
+        raise ConfigError("this network takes several tensors. Export it in Python: bayestrain.export(model, ..)")
+    import torch
+
+    from bayestrain.io import export as write
+    from bayestrain.posterior import Classification
+    from bayestrain.train.run import load_run
+
+    model = load_run(folder)
+    if isinstance(model.likelihood, Classification) and result["calibrated"]:
+        model.likelihood.temperature = result["calibrated"]["temperature"]
+    shape = batch, *result["input_shape"]
+    dtype = getattr(torch, result["input_dtype"])
+    example = torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+    known = {key: result[key] for key in ("name", "classes", "mean", "std", "input_shape") if result.get(key)}
+    print(write(model, out or folder / f"model.{format}", format, example=example, weights=weights, metadata=known))

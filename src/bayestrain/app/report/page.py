@@ -1,14 +1,13 @@
 """`write_report` and `write_comparison`: from run folders to an HTML page that needs no network and no script."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
-from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from bayestrain.app.report import figures
 from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
@@ -16,11 +15,8 @@ from bayestrain.app.report.read import Run, load, read_run
 from bayestrain.errors import DataError
 from bayestrain.files import reading, write_atomically
 
-Runs = dict[str, Run]
 Section = dict[str, Any]
 """The arguments of the macro `section` in base.html.j2."""
-DECISIVE = {"classification": ("accuracy", "accuracy", 1, percent), "regression": ("rmse", "RMSE", -1, number)}
-"""The score that decides which run is best, its title, and whether high or low is good; else the log likelihood."""
 
 
 def write_report(folder: Path | str) -> Path:
@@ -48,14 +44,12 @@ def write_report(folder: Path | str) -> Path:
 
 
 def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
-    """Write one page that compares several runs, and return its path."""
+    """Write one page that has several runs side by side, and return its path."""
     places, path = list(dict.fromkeys(Path(folder).resolve() for folder in folders)), Path(out)
     if not places:
         raise DataError("There is no run to compare. Give at least one run folder.")
-    base, runs = Path(os.path.commonpath([place.parent for place in places])), Runs()
-    for place in places:
-        run = read_run(place)
-        runs[place.relative_to(base).as_posix() + ("" if run.finished else " (unfinished)")] = run
+    base = Path(os.path.commonpath([place.parent for place in places]))
+    runs = {place.relative_to(base).as_posix(): read_run(place) for place in places}
     with reading(base):
         links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
                  for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
@@ -65,16 +59,13 @@ def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
             {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()}
             for run in runs.values()
         ]
-        best, plots = verdict(runs)
         sections = [
-            Section(title="Runs", plots=plots, tables=_side_by_side("score", runs, scores)),
+            Section(title="Runs", tables=_side_by_side("score", runs, scores)),
             Section(title="Settings that differ", tables=_side_by_side("setting", runs, settings, all_keys=False)),
-            Section(
-                title="Ranks", texts=["In the order of each layer’s bonds."], tables=_side_by_side("layer", runs, ranks)
-            ),
+            Section(title="Ranks", tables=_side_by_side("layer", runs, ranks)),
         ]
-        title = f"{plural(len(runs), 'run')} compared"
-        page = render("base.html.j2", title=title, lead=best, links=links, sections=sections)
+        title, lead = f"{plural(len(runs), 'run')} compared", "Ranks are in the order of each layer’s bonds."
+        page = render("base.html.j2", title=title, lead=lead, links=links, sections=sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page)
     return path
@@ -126,36 +117,7 @@ def _picture(run: Run, place: int) -> dict[str, Any]:
     return {"index": index, "truth": names[truth], "right": order[0] == truth, "guesses": guesses, "source": source}
 
 
-def verdict(runs: Runs) -> tuple[str, list[figures.Plot]]:
-    """Which run is best, if they can be compared at all, and a figure of their scores and sizes."""
-    tasks, plots = {run.result["task"] for run in runs.values()}, list[figures.Plot]()
-    if len(tasks) > 1:
-        return "The runs are of different tasks, so their scores cannot be compared.", plots
-    key, title, sign, show = DECISIVE.get(tasks.pop(), ("log_likelihood", "log likelihood", 1, number))
-    scores = {name: metrics[key] for name, run in runs.items() if key in (metrics := run.result["metrics"])}
-    if len(scores) < 2:
-        return "Fewer than two of the runs are finished, so there is nothing to compare yet.", plots
-    sizes = {name: runs[name].result["parameters"] for name in scores}
-    best = max(scores, key=lambda name: sign * scores[name])
-    close = [name for name in scores if abs(scores[best] - scores[name]) <= 0.005 * abs(scores[best])]
-    small = min(close, key=lambda name: sizes[name])
-    text = f"{best} has the best {title}, {show(scores[best])}, with {sizes[best]:,} parameters."
-    if sizes[small] < sizes[best]:
-        text += f" {small} comes close with {show(scores[small])} and only {sizes[small]:,}."
-    labels = ("parameters", f"{title} (%)" if show is percent else title)
-    with figures.drawn(plots, f"Size and {title}", "Further left is smaller.", *labels) as axes:
-        if max(sizes.values()) > 10 * min(sizes.values()):  # the axis has a power of ten to label
-            axes.set_xscale("log")
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set(major_formatter="{x:,.0f}", minor_formatter=NullFormatter())
-        for place, (name, score) in enumerate(scores.items()):
-            label, colour = figures.short(name) if len(scores) <= 8 else "", figures.SERIES[place % 6]
-            axes.plot(sizes[name], score, "osD^vP"[place % 6], color=colour, markersize=7, label=label)
-    return text, plots
-
-
-def _side_by_side(label: str, runs: Runs, found: list[dict[str, str]], all_keys: bool = True) -> list[Table]:
+def _side_by_side(label: str, runs: Iterable[str], found: list[dict[str, str]], all_keys: bool = True) -> list[Table]:
     """One column per run; a row per key that any run has, or only those whose values differ."""
     keys = dict.fromkeys(key for entries in found for key in entries)
     rows = [(key, *(entries.get(key, "–") for entries in found)) for key in keys]
