@@ -71,17 +71,15 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         own["shared"] = sorted(tensors.keys() - stacked.keys())
         tensors |= stacked
     check_values(module, tensors)
-    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module), "weights": {}}
-    own["network"] = _network(model)
-    for name, weight in module.named_modules():
-        if isinstance(weight, FactorizedWeight):
-            if weight.rank_state is not None:
-                raise ConfigError(
-                    "The model still carries lambda. Call prior.remove_(), or posterior.fix_ranks_() if it is a "
-                    "posterior; if there is no prior any more, RankPrior(model, num_data=1).remove_()."
-                )
-            layout = {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)}
-            own["weights"][name] = {"format": weight.format.name, "equation": str(weight.equation), "layout": layout}
+    if any(isinstance(state, RankState) for state in module.modules()):
+        raise ConfigError(
+            "The model still carries lambda. Call prior.remove_(), or posterior.fix_ranks_() if it is a posterior; if "
+            "there is no prior any more, RankPrior(model, num_data=1).remove_()."
+        )
+    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
+    own |= {"weights": _described(module), "network": _network(model)}
+    for each in own["weights"].values():
+        each["layout"] = {key: getattr(each["layout"], key) for key in ("name", *LAYOUT)}
     if taken := sorted(own.keys() & about.keys() if isinstance(about, Mapping) else ()):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
@@ -143,40 +141,38 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
 
 def _foreign(folder: Path) -> Path | None:
     """A file in this folder that `save` would replace though another program wrote it, such as `transformers`."""
-    for name, other in ((DESCRIPTION, None), (WEIGHTS, DESCRIPTION), (PARTICLES, DESCRIPTION)):
-        file = folder / name
-        if not file.exists() or (other and (folder / other).exists()):
-            continue
-        try:
-            known = _ours(file) if other else {"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys()
-        except (AttributeError, OSError, RecursionError, ValueError):
-            known = False
-        if not known:
-            return file
-    return None
+    names = (DESCRIPTION,) if (folder / DESCRIPTION).exists() else (WEIGHTS, PARTICLES)
+    return next((file for name in names if (file := folder / name).exists() and not _ours(file)), None)
 
 
 def _ours(file: Path) -> bool:
-    """Whether `save` wrote these tensors."""
+    """Whether `save` wrote a file."""
     try:
+        if file.name == DESCRIPTION:
+            return bool({"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys())
         with safetensors.safe_open(file, "pt") as found:
             return "bayestrain" in (found.metadata() or {})
-    except (OSError, SafetensorError):
+    except (AttributeError, OSError, RecursionError, SafetensorError, ValueError):
         return False
+
+
+def _described(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a description says of the factorised weights of a module."""
+    return {
+        name: {"format": own.format.name, "equation": str(own.equation), "layout": own.layout}
+        for name, own in module.named_modules() if isinstance(own, FactorizedWeight)
+    }  # fmt: skip
 
 
 def _network(model: nn.Module | ParticleModel) -> Any:
     """The modules of a network for ``model.json``, or None if that cannot say how to build it."""
     module = model if isinstance(model, nn.Module) else model.joint
-    tensors, weights = _tensors(module), dict[str, Any]()
-    for name, own in module.named_modules():
-        if isinstance(own, FactorizedWeight):
-            weights[name] = {"format": own.format.name, "equation": str(own.equation), "layout": own.layout}
+    tensors = _tensors(module)
     try:
         found = describe(module if isinstance(model, nn.Module) else model.joint.model)
         network = build(found, len(tensors))
         whole = network if isinstance(model, nn.Module) else Joint(network, copy.deepcopy(model.joint.likelihood))
-        made = _built(Path(DESCRIPTION), {"weights": weights}, whole, tensors)[2]
+        made = _built(Path(DESCRIPTION), {"weights": _described(module)}, whole, tensors)[2]
     except (BayesTrainError, RuntimeError, TypeError, ValueError):
         return None
     return found if {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in tensors.items()} else None

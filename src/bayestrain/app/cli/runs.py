@@ -1,4 +1,4 @@
-"""Commands on finished runs, `bayestrain inspect`, `evaluate`, `report` and `export`, and what others share with them."""
+"""Commands on finished runs, `bayestrain inspect`, `evaluate`, `report` and `export`, and what others share."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
