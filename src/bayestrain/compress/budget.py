@@ -1,7 +1,5 @@
 """One budget for all layers: which point of its curve each layer takes."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a dense weight may become: formats with layouts, plain truncated SVD among them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence

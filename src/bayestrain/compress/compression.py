@@ -1,11 +1,9 @@
 """`compress_`: trained dense layers become factorised ones under one budget for the whole model."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from bayestrain.compress.budget import front, spend
 from bayestrain.compress.candidates import SVD, Candidate, candidates, checked_kinds
 from bayestrain.compress.curves import Curve, Point, Target, points
-from bayestrain.compress.moments import Moment, collect
+from bayestrain.compress.moments import collect
 from bayestrain.errors import ConfigError, ConversionError, check_counts
 from bayestrain.nn import FactorizedWeight, TensorLayer, count_parameters
 from bayestrain.nn.convert import STATE_HOOKS, TWINS, replace_layers
@@ -25,12 +23,8 @@ from bayestrain.nn.layer import is_lazy
 from bayestrain.tables import text_table, times
 
 KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-REFINED = 3
-"""Of a layer, so many of the best candidates at its size, beside truncated SVD, are fitted again; the best is taken."""
-
-SAY_EVERY = 2.0
-"""Seconds between lines of progress."""
+REFINED = 3  # of a layer's best candidates at its size are fitted again, beside truncated SVD; the best is taken
+SAY_EVERY = 2.0  # seconds between lines of progress
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,9 @@ def compress_(
     True
     """
     wanted, goal = checked_kinds(formats), _checked_goal(ratio, parameters, tolerance)
-    say = _printer(progress)
+    say = partial(print, flush=True) if progress else lambda _: None
     layers, kept = survey(model, filter_fn)
-    moments = dict[str, Moment]()
+    moments = dict[str, Tensor]()
     if calibration is not None:
         moments = collect(model, layers, calibration, say)
         for name in [name for name in layers if name not in moments]:
@@ -138,13 +132,12 @@ class LayerCurve:
 
     def best(self, point: Point) -> tuple[Candidate, list[Tensor], float]:
         """Of the best candidates that are no larger than a point, the one that fits best after a refinement."""
-        at_size: dict[Candidate, Point] = {}
+        errors = dict[Candidate, float]()
         for each in self.points:
             if each.candidate is not None and each.size <= point.size:
-                known = at_size.get(each.candidate)
-                at_size[each.candidate] = each if known is None or each.error < known.error else known
+                errors[each.candidate] = min(each.error, errors.get(each.candidate, math.inf))
         found, target = [], self.target()
-        order = sorted(at_size, key=lambda candidate: at_size[candidate].error)
+        order = sorted(errors, key=errors.__getitem__)
         plain = [candidate for candidate in order if candidate.kind == SVD]
         for candidate in [*plain[:1], *[each for each in order if each not in plain][:REFINED]]:
             curve = Curve(target, candidate)
@@ -206,19 +199,15 @@ def survey(
 
 
 def measure(
-    layers: Mapping[str, Any], moments: Mapping[str, Moment], wanted: Sequence[str], say: Callable[[str], None]
+    layers: Mapping[str, Any], moments: Mapping[str, Tensor], wanted: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, LayerCurve]:
     """The curves of all layers for these kinds of candidates."""
-    found, step = {}, _steps(len(layers), "curve", say)
-    for name, layer in layers.items():
-        step(name)
-        read = partial(_target, layer, moments.get(name))
-        found[name] = LayerCurve(read, points(read(), candidates(layer.weight.shape, wanted, name in moments)))
+    found = {}
+    for name in _announced(layers, "curve", say):
+        weight = layers[name].weight
+        read = partial(Target, weight, moments.get(name))
+        found[name] = LayerCurve(read, points(read(), candidates(weight.shape, wanted, name in moments)))
     return found
-
-
-def _target(layer: Any, moment: Moment | None) -> Target:
-    return Target(layer.weight.cpu(), None if moment is None else moment.matrix.cpu())
 
 
 def choose(
@@ -249,11 +238,9 @@ def replace_(
 ) -> list[CompressedLayer]:
     """Build the chosen layers, then put them in place."""
     rows, built = [], dict[nn.Module, nn.Module]()
-    step = _steps(len(chosen), "decomposing", say)
-    for name, point in chosen.items():
-        step(name)
-        if point.candidate is not None:
-            layer, (won, cores, error) = layers[name], curves[name].best(point)
+    for name in _announced(chosen, "decomposing", say):
+        if chosen[name].candidate is not None:
+            layer, (won, cores, error) = layers[name], curves[name].best(chosen[name])
             weight = FactorizedWeight(won.format, won.layout, [core.to(layer.weight) for core in cores])
             built[layer] = TWINS[type(layer)].of(layer, weight)
             sizes = layer.weight.numel(), weight.numel
@@ -275,22 +262,13 @@ def _checked_goal(ratio: float | None, parameters: int | None, tolerance: float 
     return tolerance or 0.0
 
 
-def _printer(progress: bool) -> Callable[[str], None]:
-    return (lambda text: print(text, flush=True)) if progress else (lambda text: None)  # noqa: ARG005
-
-
-def _steps(count: int, what: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Called at the start of each of `count` steps with its name; says now and then which it is, and the time left."""
+def _announced(names: Collection[str], what: str, say: Callable[[str], None]) -> Iterator[str]:
+    """One name after another; says now and then which is next, and the time left."""
     started = last = time.monotonic()
-    done = 0
-
-    def step(name: str) -> None:
-        nonlocal done, last
+    for done, name in enumerate(names):
         now = time.monotonic()
         if done and now - last >= SAY_EVERY:
-            left = timedelta(seconds=round((now - started) / done * (count - done)))
-            say(f"{what} {done + 1}/{count}: {name}  {left} left")
+            left = timedelta(seconds=round((now - started) / done * (len(names) - done)))
+            say(f"{what} {done + 1}/{len(names)}: {name}  {left} left")
             last = now
-        done += 1
-
-    return step
+        yield name

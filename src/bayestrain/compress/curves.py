@@ -5,8 +5,6 @@ outputs. The whitening is exact where one mode holds all inputs of the layer. Ot
 and the points of the curve are measured in the exact metric.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,26 +18,18 @@ from bayestrain.formats import algebra, trees
 from bayestrain.formats.fitting import is_quick, polished, sketched
 from bayestrain.nn import FactorizedWeight, Layout
 
-RIDGE = 1e-3
-"""Added to the second moment, relative to its mean diagonal: what calibration did not see counts a little."""
-
-GRID = 0.87
-"""Sizes at which curves are sampled: each is this share of the one before."""
-
-PROMISING = 2.0
-"""Squared errors are measured where the estimate is within this factor of the best one at that size."""
-
-COMBINATIONS = 50_000
-"""Ranks of several bonds that are compared, at most."""
-
-TRIED = 8
-"""So many of them that promise most at a size are measured there."""
-
-SWEEPS, STEPS = 4, 10
-"""Rounds over the cores in which they are fitted again, and steps of conjugate gradients for each core."""
-
+RIDGE = 1e-3  # added to the second moment, relative to its mean diagonal: what calibration did not see counts a little
+GRID = 0.87  # sizes at which curves are sampled: each is this share of the one before
+PROMISING = 2.0  # squared errors are measured where the estimate is within this factor of the best one at that size
+COMBINATIONS = 50_000  # ranks of several bonds that are compared, at most
+TRIED = 8  # so many of them that promise most at a size are measured there
+SWEEPS, STEPS = 4, 10  # rounds over the cores to fit them again, and steps of conjugate gradients for each core
 FITTED_AT = (0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.04)
 """Shares of the dense size at which a network with loops or shared bonds is fitted, where that takes seconds."""
+
+
+Sized = tuple[int, float, tuple[int, ...]]
+"""Entries, an estimate of the squared error, and ranks."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +50,9 @@ class Target:
     """
 
     def __init__(self, weight: Tensor, moment: Tensor | None) -> None:
-        self.weight, self.moment = weight.detach().double(), None
+        self.weight, self.moment = weight.detach().cpu().double(), None
         if moment is not None:
+            moment = moment.cpu()
             eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
             self.moment = moment / algebra.nonzero(moment.diagonal().mean()) + RIDGE * eye
         self.norm = algebra.nonzero(self.loss(self.weight))
@@ -202,19 +193,22 @@ class Curve:
         (bond,) = self.equation.bonds
         return algebra.contract([*own, *twins, metric], (bond, f"{bond}'"))
 
-    def path(self) -> list[tuple[int, float, tuple[int, ...]]]:
+    def path(self) -> list[Sized]:
         """Sizes below that of the dense weight, estimated squared errors, and ranks."""
+        sized: list[Sized]
         if self.known is not None:
-            ranks_down = [(rank,) for rank in range(len(self.known) - 1, 0, -1)]
-            sized = [(self._size(ranks), self.known[ranks[0]], ranks) for ranks in ranks_down]
-            return [each for each in sized if each[0] < self.dense]
-        if not self.equation.is_tree:
-            return [(self._size(ranks), 0.0, ranks) for ranks in self._uniform()]
-        total, lost, ranks = self._combinations
-        better = torch.cat([lost.new_tensor([math.inf]), lost.cummin(0).values[:-1]]) > lost  # than all smaller ones
-        better &= total < self.dense
-        rows = zip(total[better].tolist(), lost[better].tolist(), map(tuple, ranks[better].tolist()), strict=True)
-        return list(rows)[::-1]
+            sized = [(self._size((rank,)), self.known[rank], (rank,)) for rank in range(len(self.known) - 1, 0, -1)]
+        elif not self.equation.is_tree:  # for some sizes the largest equal ranks that fit
+            tried = dict.fromkeys(self.largest(int(share * self.dense)) for share in FITTED_AT)
+            quick = [ranks for ranks in tried if is_quick(self.equation, self.sizes, ranks)]
+            sized = [(self._size(ranks), 0.0, ranks) for ranks in quick]
+        else:
+            total, lost, every = self._combinations
+            smaller = torch.cat([lost.new_tensor([math.inf]), lost.cummin(0).values[:-1]])
+            better = smaller > lost
+            rows = zip(total[better].tolist(), lost[better].tolist(), map(tuple, every[better].tolist()), strict=True)
+            sized = list(rows)[::-1]
+        return [each for each in sized if each[0] < self.dense]
 
     @cached_property
     def _combinations(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,12 +233,6 @@ class Curve:
 
     def _size(self, ranks: Sequence[int]) -> int:
         return sum(map(math.prod, self.equation.shapes(self.sizes, ranks)))
-
-    def _uniform(self) -> list[tuple[int, ...]]:
-        """For some sizes the largest equal ranks that fit."""
-        found = [self.largest(int(share * self.dense)) for share in FITTED_AT]
-        quick = [ranks for ranks in found if is_quick(self.equation, self.sizes, ranks)]
-        return [ranks for ranks in dict.fromkeys(quick) if self._size(ranks) < self.dense]
 
     def largest(self, entries: int) -> tuple[int, ...]:
         """The best ranks with so many entries: curves are not sampled everywhere."""
@@ -321,22 +309,20 @@ def conjugate_gradients(normal: Callable[[Tensor], Tensor], right: Tensor, x: Te
 def points(target: Target, wanted: Sequence[Candidate]) -> list[Point]:
     """Measured points of all candidates: every rank where singular values tell the error, else those that promise."""
     dense, found = target.weight.numel(), []
-    guesses: dict[int, float] = {}
-    paths: list[tuple[Curve, list[tuple[int, int, float, tuple[int, ...]]]]] = []
+    guesses = dict[int, float]()
+    sampled = list[tuple[Curve, int, Sized]]()
     for candidate in wanted:
-        curve = Curve(target, candidate)
-        sampled: list[tuple[int, int, float, tuple[int, ...]]] = []
+        curve, last = Curve(target, candidate), None
         for size, guess, ranks in curve.path():
             place = math.floor(math.log(size / dense) / math.log(GRID) + 1e-9)
             if curve.known is not None:
                 found.append(Point(size, guess, candidate, ranks))
-            elif not sampled or sampled[-1][0] != place:
-                sampled.append((place, size, guess, ranks))
+            elif place != last:
+                sampled.append((curve, place, (size, guess, ranks)))
+                last = place
             if curve.equation.is_tree:
                 guesses[place] = min(guesses.get(place, math.inf), guess)
-        paths.append((curve, sampled))
-    for curve, sampled in paths:
-        for place, size, guess, ranks in sampled:
-            if guess <= PROMISING * guesses.get(place, math.inf):
-                found.append(Point(size, curve.error(curve.cut(ranks)), curve.candidate, ranks))
+    for curve, place, (size, guess, ranks) in sampled:
+        if guess <= PROMISING * guesses.get(place, math.inf):
+            found.append(Point(size, curve.error(curve.cut(ranks)), curve.candidate, ranks))
     return found
