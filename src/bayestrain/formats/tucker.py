@@ -12,8 +12,7 @@ from bayestrain.formats.fitting import SWEEPS
 from bayestrain.formats.format import Format
 from bayestrain.formats.trees import thin_svd
 
-WHOLE = 3
-"""Modes of no more entries have no factor: it would hold about as many entries as it saves."""
+WHOLE = 3  # modes of no more entries have no factor: it would hold about as many entries as it saves
 
 
 class Tucker(Format):
