@@ -227,8 +227,11 @@ def test_inputs_of_every_kind_give_the_same_prediction(run: Path) -> None:
     Path("rows.csv").write_text("\n".join(",".join(repr(float(v)) for v in row) for row in x) + "\n")
     np.save("rows.npy", x.double().numpy())
     torch.save(x, "rows.pt")
+    Path("rows.json").write_text(json.dumps({"inputs": x.tolist()}))
     torch.save(x[0], "row.pt")
-    answers = [json.loads(answer("predict", str(run), f"rows.{kind}", "--json")) for kind in ("csv", "npy", "pt")]
+    answers = [
+        json.loads(answer("predict", str(run), f"rows.{kind}", "--json")) for kind in ("csv", "json", "npy", "pt")
+    ]
     for rows in answers:
         for row, same in zip(rows, answers[0], strict=True):
             assert row["probabilities"] == pytest.approx(same["probabilities"])

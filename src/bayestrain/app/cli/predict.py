@@ -16,13 +16,13 @@ from bayestrain.tables import text_table, times
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARRAYS = (".csv", ".npy", ".pt")
+ARRAYS = (".csv", ".json", ".npy", ".pt")
 Json = dict[str, Any]
 
 
 def predict(
     folder: Finished,
-    inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.",
+    inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .json, .npy or .pt files of inputs.",
                                                  metavar="INPUT")],
     invert: Annotated[bool | None, typer.Option(help="Swap dark and bright in pictures, as digits scanned from paper "
                                                 "need it.", show_default="for grey pictures with a bright edge"),
@@ -87,7 +87,7 @@ def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["
                 mean, std = (torch.tensor(result[key])[:, None, None] for key in ("mean", "std"))
                 rows = (rows - mean) / std
         else:
-            raise DataError(f"{path} must be a .csv, .npy or .pt file: an input has the shape {times(shape)}.")
+            raise DataError(f"{path} must be a .csv, .json, .npy or .pt file: an input has the shape {times(shape)}.")
         parts.append(rows)
         names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
         labels += [{"input": name, "changed": ", ".join(changes)} for name in names]
@@ -95,7 +95,7 @@ def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
-    """The rows of a .csv (a header is skipped), .npy or .pt file, each an input of the given shape."""
+    """The rows of a .csv (a header is skipped), .json, .npy or .pt file, each an input of the given shape."""
     import numpy as np
     import torch
 
@@ -107,6 +107,11 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
             if not lines[header:]:
                 raise ValueError("it has no row")
             content = np.loadtxt(lines[header:], delimiter=",", ndmin=2)
+        elif kind == ".json":
+            known = json.loads(path.read_bytes())
+            if not (isinstance(known, dict) and known.keys() == {"inputs"}):
+                raise ValueError('it must be {"inputs": [[..], ..]}')
+            content = np.array(known["inputs"])
         elif kind == ".npy":
             content = np.load(path, allow_pickle=False)
         else:
