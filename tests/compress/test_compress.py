@@ -234,7 +234,7 @@ def once() -> Iterator[Tensor]:
         (two, {"parameters": 0}, "parameters must be an integer of at least 1"),
         (two, {"tolerance": 1.0}, r"must lie in \(0, 1\), got 1.0"),
         (two, {"ratio": 2, "formats": ["qr"]}, "formats must be some of"),
-        (two, {"parameters": 60}, r"60 parameters are too few: the smallest possible model has \d+, of which 40"),
+        (two, {"parameters": 60}, r"60 parameters are too few: the smallest model has \d+\. Try parameters="),
         (two, {"ratio": 2, "calibration": []}, "calibration= has no batches"),
         (two, {"ratio": 2, "calibration": once()}, "calibration= has no batches"),
         (two, {"ratio": 2, "calibration": [torch.randn(4, 15)]}, r"not take calibration batch 1 of shape \(4, 15\)"),

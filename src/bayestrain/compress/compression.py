@@ -221,11 +221,8 @@ def choose(
     others = before - sum(size.values())
     fewest = others + sum(own[0].size for own in fronts.values())
     if parameters < fewest:
-        raise ConfigError(
-            f"{parameters:,} parameters are too few: the smallest possible model has {fewest:,}, of which {others:,} "
-            f"are in no layer that can be compressed. Try parameters={fewest} or "
-            f"ratio={math.floor(100 * before / fewest) / 100}."
-        )
+        advice = f"Try parameters={fewest} or ratio={math.floor(100 * before / fewest) / 100}."
+        raise ConfigError(f"{parameters:,} parameters are too few: the smallest model has {fewest:,}. {advice}")
     return spend(fronts, parameters - others)
 
 

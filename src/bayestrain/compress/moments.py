@@ -77,10 +77,7 @@ def run(model: nn.Module, batches: Iterable[Any]) -> None:
                 model(x.to(first.device))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             shape = tuple(x.shape) if isinstance(x, Tensor) else sorted(x)
-            raise ConfigError(
-                f"The model does not take calibration batch {count} of shape {shape}: {error}. "
-                "Pass inputs as it takes them."
-            ) from error
+            raise ConfigError(f"The model refuses calibration batch {count} of shape {shape}: {error}.") from error
     if not count:
         raise ConfigError("calibration= has no batches. Pass a list of inputs, or leave it out to compare weights.")
 

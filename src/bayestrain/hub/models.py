@@ -131,10 +131,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if PLAIN in vars(self):
-        raise ConfigError(
-            "from_pretrained cannot load what to_plain has made. Save it with torch.save(model, file) or "
-            "bayestrain.export(model, file), or save the model that to_plain was given."
-        )
+        raise ConfigError("from_pretrained cannot load what to_plain has made. Save the model that to_plain was given.")
     if not weights and method != METHOD:
         return save(self, *args, **kwargs)
     if weights and method not in (None, METHOD):
@@ -165,10 +162,7 @@ def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **k
     for key in sorted(key for key in info["unexpected_keys"] if CORE.search(key)):
         path = key.partition(f".{HOLDER}")[0]
         if not modules.keys().isdisjoint((path, prefix + path, path.removeprefix(prefix))):
-            raise DataError(
-                f"The files have cores of the layer {path!r}, which the model's config does not describe. Load without "
-                "config=, or with that of AutoConfig.from_pretrained, and leave quantization_config in it as it is."
-            )
+            raise DataError(f"The files have cores of {path!r}, which the config does not describe. Leave config= out.")
     return (model, info) if output_loading_info else model
 
 
@@ -176,10 +170,7 @@ def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **k
 def resize_token_embeddings(self: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
     tables = [self.get_input_embeddings(), self.get_output_embeddings()]
     if (new_num_tokens or args or kwargs) and any(isinstance(table, TensorLayer) for table in tables):
-        raise ConversionError(
-            "The table of tokens is factorised and cannot be resized. Resize the embeddings of the dense model before "
-            "you convert it, or leave them dense with tensorize_(model, exclude=..)."
-        )
+        raise ConversionError("The table of tokens is factorised. Resize the dense model's before you convert it.")
     return resize(self, new_num_tokens, *args, **kwargs)
 
 

@@ -85,9 +85,7 @@ def export(
         raise ConfigError(f"format={format!r} needs packages that are not installed. Type: pip install {missing}")
     with writing(path):
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigError(
-                f"Cannot write the file {path}: it is a folder, or its folder is missing or not writable."
-            )
+            raise ConfigError(f"Cannot write {path}: it is a folder, or its folder is missing or not writable.")
     about = _about(model, weights, metadata or {})
     if isinstance(model, ParticleModel) and isinstance(example, Mapping):  # whose networks are called with one input
         example = tuple(example.values())
@@ -123,10 +121,8 @@ def export(
     alike = list(goal[0])[type(model.likelihood) is Regression :] if isinstance(model, ParticleModel) else []
     worst, loss = (_difference(goal, others, alike) for others in (found, expected))
     if not worst <= TOLERANCE:
-        raise ConversionError(
-            f"Nothing was written: the file's outputs differ from PyTorch's by {worst:.1e} of their largest, more "
-            f"than {TOLERANCE:.0e}. Does the forward pass depend on values, or run in less than single precision?"
-        )
+        why = "Does the forward pass depend on values, or run in less than single precision?"
+        raise ConversionError(f"Nothing was written: the outputs differ from PyTorch's by {worst:.1e}. {why}")
     write_atomically(path, content)
     return ExportReport(path, format, len(content), nodes, worst, loss, getattr(network, "kept", {}))
 

@@ -72,10 +72,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         tensors |= stacked
     check_values(module, tensors)
     if any(isinstance(state, RankState) for state in module.modules()):
-        raise ConfigError(
-            "The model still carries lambda. Call prior.remove_(), or posterior.fix_ranks_() if it is a posterior; if "
-            "there is no prior any more, RankPrior(model, num_data=1).remove_()."
-        )
+        raise ConfigError("The model still carries lambda. Call RankPrior.remove_(), or Posterior.fix_ranks_().")
     own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
     own |= {"weights": _described(module), "network": _network(model)}
     for each in own["weights"].values():
@@ -182,10 +179,7 @@ def _built_network(folder: Path, description: Mapping[str, Any]) -> nn.Module:
     """The network that a description describes, on the meta device."""
     file = _current(folder / (WEIGHTS if description["kind"] == "model" else PARTICLES), description)
     if description.get("network") is None:
-        raise ConfigError(
-            f"{folder / DESCRIPTION} does not say how to build the network, which has classes or shared layers of its "
-            "own. Build it as it was, and pass it: load(path, into=network)."
-        )
+        raise ConfigError(f"{folder / DESCRIPTION} does not say how to build a network. Use load(path, into=network).")
     with reading(file):
         if not file.is_file():
             raise ValueError("there is no such file")
@@ -347,11 +341,8 @@ def _built(
             raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
         shape = old.shape if old else place.shape() if place else None
         if shape != weight.shape or (place and place.kind and place.module is model):
-            layer = modules.get(name)
-            raise ConfigError(
-                f"The network given is not the one that was saved in {folder}: layer {name!r} is a "
-                f"{type(layer).__name__} with weight {shape}, and one of {weight.shape} was saved."
-            )
+            there = f"{type(modules.get(name)).__name__} with weight {shape}, not {weight.shape}"
+            raise ConfigError(f"The network given is not the one saved in {folder}: layer {name!r} is a {there}.")
         if old is not None:
             gone = tuple(f"{path}.cores.{k}".removeprefix(".") for k in range(len(old.cores)))
             weights[old] = weight.to(old.cores[0].device)

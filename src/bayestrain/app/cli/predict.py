@@ -122,10 +122,8 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     if found.shape == shape:
         found = found[None]
     if not found.ndim or not len(found) or math.prod(found.shape[1:]) != math.prod(shape):
-        raise DataError(
-            f"{path} has the shape {times(found.shape)}, but an input of this network has the shape {times(shape)}. "
-            "Give one input per row, without columns that are no inputs, such as the target."
-        )
+        needed = f"but an input of this network has the shape {times(shape)}. Give one input per row, and no target"
+        raise DataError(f"{path} has the shape {times(found.shape)}, {needed}.")
     if not bool(found.isfinite().all()):
         raise DataError(f"{path} has values that are not finite numbers. Replace them first.")
     return found.reshape(-1, *shape)

@@ -74,10 +74,7 @@ class Images(Dataset[tuple[Tensor, int]]):
             shuffled = members[torch.randperm(len(members), generator=generator)]
             held[shuffled[: round(fraction * len(members))]] = True
         if not 0 < fraction < 1 or held.all() or not held.any():
-            raise ConfigError(
-                f"holding out the fraction {fraction} of each class of {len(self)} images leaves one part empty. "
-                "Use a fraction nearer to 0.5, or more images"
-            )
+            raise ConfigError(f"The fraction {fraction} of {len(self)} images leaves a part empty. Try one near 0.5.")
         rest, held_out = (self.subset(chosen.nonzero().squeeze(1)) for chosen in (~held, held))
         return rest, held_out.augmented(None)
 

@@ -58,10 +58,7 @@ def read_run(folder: Path) -> Run:
     finished, spectra, config = bool(result), load(folder / "spectra.json"), load(folder / "config.toml")
     predictions = _predictions(folder / "predictions.safetensors")
     if not finished and not history:
-        raise DataError(
-            f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
-            "Give a folder that `bayestrain train` or fit(folder=) has written."
-        )
+        raise DataError(f"{folder} is not a run folder: it has neither result.json nor an epoch in history.jsonl.")
     with reading(folder / "spectra.json"):
         spectra = {
             name: list(zip((np.asarray(bond, float) for bond in about["bonds"]), about["kept"], strict=True))
