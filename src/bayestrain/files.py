@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 
 from bayestrain.errors import DataError, WriteError
 
-CHECKSUMS = "checksums.json"
-"""The file with the SHA-256 of all others of a finished run."""
+CHECKSUMS = "checksums.json"  # the SHA-256 of all other files of a finished run
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -122,8 +122,8 @@ def test_wrong_tensors_and_batch_sizes_are_refused_at_once() -> None:
     with pytest.raises(DataError, match=r"labels must be int64 \(2,\), not torch.int64 \(3,\)"):
         data.Images(good, torch.zeros(3, dtype=torch.int64))
     for size in (0, -3):
-        with pytest.raises(ConfigError, match=f"batch_size must be 1 or more, not {size}"):
-            data.Images(good, torch.zeros(2, dtype=torch.int64)).batches(size, shuffle=False)
+        with pytest.raises(ConfigError, match=f"batch_size must be an integer of at least 1, got {size}"):
+            data.Images(good, torch.zeros(2, dtype=torch.int64)).batches(size, shuffle=False).__next__()
 
 
 def test_other_names_are_refused() -> None:

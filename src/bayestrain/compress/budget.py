@@ -7,8 +7,7 @@ from itertools import combinations, pairwise
 
 from bayestrain.compress.curves import Point
 
-EXCHANGES = 5
-"""Rounds in which pairs of layers exchange entries, at most."""
+EXCHANGES = 5  # rounds in which pairs of layers exchange entries, at most
 
 
 def front(points: Sequence[Point]) -> list[Point]:

@@ -12,8 +12,7 @@ from torch import Tensor
 from bayestrain.formats.algebra import contract, operands, slices
 from bayestrain.formats.equation import Equation
 
-LIVE = 1e-3
-"""`align` leaves indices unchanged that contribute less than this share of their bond's largest contribution."""
+LIVE = 1e-3  # indices that contribute less than this share of their bond's largest contribution stay unchanged
 
 
 def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> list[Tensor]:

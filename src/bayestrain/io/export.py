@@ -25,8 +25,7 @@ from bayestrain.posterior import ParticleModel, Regression
 
 Axes = Mapping[int, str]
 BATCH: Axes = {0: "batch"}
-TOLERANCE = 1e-4
-"""The largest difference between a file and PyTorch, relative to the largest value of the same output."""
+TOLERANCE = 1e-4  # largest difference between a file and PyTorch, relative to the largest value of the same output
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,8 @@ from bayestrain.nn.parameters import is_parametrised, take_
 SLACK, ROWS = 1.1, 64
 """How much larger than the cores the smallest form may be, and the batch that products core by core are planned for."""
 
-SMALL = 0.4
-"""In onnxruntime thin products with at most so many of the multiplications of the dense one are faster, as measured."""
-
-PLAIN = "made_plain"
-"""The attribute of models of `transformers` that `to_plain` has made, which their own methods cannot save."""
+SMALL = 0.4  # thin products with at most this share of the dense multiplications are faster in onnxruntime, as measured
+PLAIN = "made_plain"  # attribute of models of `transformers` that `to_plain` made, which they themselves cannot save
 
 POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -14,8 +14,7 @@ from torch.export.graph_signature import TensorArgument
 
 from bayestrain.errors import ConfigError
 
-FOLDED = 16
-"""Tensors of at most so many entries are computed in advance; more would put products of weights beside the weights."""
+FOLDED = 16  # entries of tensors that are computed in advance; more would put products of weights beside the weights
 
 Written = tuple[bytes, int, Callable[..., Any]]
 """Bytes of a file, how many operations it has, and what runs it."""

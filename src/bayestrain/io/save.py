@@ -31,11 +31,8 @@ from bayestrain.posterior import Classification, Joint, Likelihood, ParticleMode
 
 VERSION = 2
 WEIGHTS, PARTICLES, DESCRIPTION, CARD = "model.safetensors", "posterior.safetensors", "model.json", "README.md"
-LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64
-"""Bounds on what is read: bytes of the JSON, and the number of sizes in one list."""
-
-LAYOUT = {"shape": 1, "axes": 1, "splits": 2, "modes": 2}
-"""What describes a layout: how deep its lists of sizes are nested."""
+LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64  # bounds on what is read: bytes of the JSON, and sizes in one list
+LAYOUT = {"shape": 1, "axes": 1, "splits": 2, "modes": 2}  # of a layout, and how deep its lists of sizes are nested
 
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:

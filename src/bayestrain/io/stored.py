@@ -13,8 +13,7 @@ from bayestrain.posterior import Classification, ParticleModel, Regression
 from bayestrain.posterior.likelihoods import full_precision
 
 BITS = {"int8": torch.int8, "bf16": torch.bfloat16}
-SLICE = 32
-"""Integers have a scale for each index of a weight's first axis if it has so many entries, else one for the weight."""
+SLICE = 32  # entries at an index of a weight's first axis, from which on each index has a scale of its own
 
 
 class Mixture(nn.Module):

@@ -87,19 +87,14 @@ def init(
     bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first
     ```
     """
-    contents = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in (Path(__file__).parent / "starter").iterdir()
-        if path.is_file()
-    }
+    starter = (path for path in (Path(__file__).parent / "starter").iterdir() if path.is_file())
+    contents = {path.name: path.read_text(encoding="utf-8") for path in starter}
     contents |= {"table.csv": table(1_000, with_target=True), "new.csv": table(3, with_target=False)}
-    there = sorted(name for name in contents if (folder / name).exists())
-    if there:
+    if there := sorted(name for name in contents if (folder / name).exists()):
         raise ConfigError(f"{folder} already has {', '.join(there)}. Choose another folder: bayestrain init DIR")
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
-        with (folder / name).open("x", encoding="utf-8") as file:
-            file.write(content)
+        (folder / name).write_text(content, encoding="utf-8")
     print(f"Wrote {', '.join(sorted(contents))} to {folder}. Next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")

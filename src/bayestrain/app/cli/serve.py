@@ -12,11 +12,8 @@ from bayestrain.app.cli.runs import Device, Finished
 from bayestrain.errors import BayesTrainError, ConfigError
 from bayestrain.tables import times
 
-LARGEST = 8 << 20
-"""Bytes of a request's body."""
-
-KINDS = {"application/json": ".json", "text/csv": ".csv", "image/": ".picture"}
-"""What a body may be, and the kind of file that it is read as."""
+LARGEST = 8 << 20  # bytes of a request's body
+KINDS = {"application/json": ".json", "text/csv": ".csv", "image/": ".picture"}  # and the file that a body is read as
 
 
 def serve(

@@ -12,12 +12,11 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
-from bayestrain.errors import ConfigError, DataError, check_choice
+from bayestrain.errors import ConfigError, DataError, check_choice, check_counts
 
 MINI = Path(__file__).with_name("mnist_mini")
 
-BLOCK_BYTES = 32 * 2**20
-"""How much of an epoch, as float images, is prepared at once on a GPU, where each small operation costs a launch."""
+BLOCK_BYTES = 32 * 2**20  # of float images that are prepared at once on a GPU, where small operations cost launches
 
 
 @dataclass(eq=False, repr=False)
@@ -86,24 +85,20 @@ class Images(Dataset[tuple[Tensor, int]]):
 
         `shuffle` draws one permutation from `generator`, the global one if None.
         """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
+        check_counts(batch_size=batch_size)
         home, block = self.labels.device, batch_size
         target = home if device is None else torch.device(device)
         if target.type == "cuda":
             block *= max(1, BLOCK_BYTES // (4 * self.images.shape[1:].numel() * batch_size))
 
-        def one_pass() -> Iterator[tuple[Tensor, Tensor]]:
-            drawn_on = home if generator is None else generator.device
-            order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home) if shuffle else None
-            for start in range(0, len(self), block):
-                window = slice(start, start + block)
-                chosen = window if order is None else order[window]
-                images = self.images[chosen].to(target).float() / 255
-                images = images if self.augment is None else self.augment(images)
-                yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
-
-        return one_pass()  # a generator function would refuse a wrong batch_size at its first batch only
+        drawn_on = home if generator is None else generator.device
+        order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home) if shuffle else None
+        for start in range(0, len(self), block):
+            window = slice(start, start + block)
+            chosen = window if order is None else order[window]
+            images = self.images[chosen].to(target).float() / 255
+            images = images if self.augment is None else self.augment(images)
+            yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
 
 
 @dataclass(frozen=True)
