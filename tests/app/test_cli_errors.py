@@ -95,7 +95,7 @@ def test_a_run_is_not_overwritten_unless_told() -> None:
     run = write_run(Path("run"))
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     assert "already holds a run" in refused(*OWN, "--out", "run")
-    assert "give one of them" in refused(*OWN, "--out", "run", "--resume", "--overwrite")
+    assert "one of resume and overwrite" in refused(*OWN, "--out", "run", "--resume", "--overwrite")
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.name in before} == before
 
 

@@ -59,8 +59,6 @@ def train(
     bayestrain train --resume --out first
     ```
     """
-    if resume and overwrite:
-        raise ConfigError("--resume continues a run and --overwrite replaces it: give one of them.")
     short = {"run.model": model, "run.data": data, "run.seed": seed, "posterior.particles": particles}
     short |= {"run.from_run": str(from_run)} if from_run else {}
     given = {key: value for key, value in short.items() if value not in (None, "")}
@@ -78,8 +76,6 @@ def train(
     checkpoint = folder / "checkpoint.pt"
     if config is not None and config.resolve() == (folder / "config.toml").resolve():
         raise ConfigError(f"the run would overwrite your own {config}. Choose another --out, or rename the file.")
-    if main and not (resume or overwrite or lost) and ((folder / "result.json").exists() or checkpoint.exists()):
-        raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
     place, talks = resolve_device(device), main and not (quiet or as_json)
     program = "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
     try:
