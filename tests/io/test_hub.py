@@ -225,7 +225,7 @@ def test_plain_models_say_how_they_are_saved(name: str, tmp_path: Path) -> None:
     model, batch = small(name)
     plain: Any = bt.to_plain(model)
     for part in (plain, plain.base_model):
-        with pytest.raises(ConfigError, match=r"to_plain has made.*torch\.save.*bayestrain\.export"):
+        with pytest.raises(ConfigError, match=r"to_plain has made.*to_plain was given"):
             part.save_pretrained(tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
     torch.save(plain, tmp_path / "plain.pt")

@@ -83,9 +83,9 @@ class Folded:
         self.turns: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         """By number of the mode: its size before, inside and behind the factors that are whitened; the root of their
         moment, and its inverse."""
-        first = len(layout.splits[0])
-        with_taps = target.whole and whiten == "modes"
-        known = range(first, len(layout.factors) if with_taps else first + len(layout.splits[1]))
+        first, taps = len(layout.splits[0]), len(layout.splits[0]) + len(layout.splits[1])
+        self.covered = range(first, len(layout.factors) if target.whole else taps)
+        known = self.covered if whiten == "modes" else range(first, taps)
         for number, mode in enumerate(layout.modes if target.moment is not None and whiten != "nothing" else ()):
             if inside := [n for n in mode if n in known]:
                 values, vectors = torch.linalg.eigh(self._gram(inside))
@@ -99,9 +99,8 @@ class Folded:
 
     def _gram(self, inside: Sequence[int]) -> Tensor:
         """The moment of some factors of the inputs, with the others summed over."""
-        first, moment = len(self.layout.splits[0]), self.target.moment
+        known, moment = self.covered, self.target.moment
         assert moment is not None
-        known = range(first, len(self.layout.factors) if self.target.whole else first + len(self.layout.splits[1]))
         sizes, rows = [self.layout.factors[n] for n in known], tuple(str(n) for n in known)
         columns = tuple(f"{n}'" if n in inside else str(n) for n in known)
         left, right = tuple(str(n) for n in inside), tuple(f"{n}'" for n in inside)

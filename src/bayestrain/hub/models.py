@@ -22,11 +22,10 @@ from bayestrain.errors import ConfigError, ConversionError, DataError
 from bayestrain.files import write_json
 from bayestrain.formats import get
 from bayestrain.io.plain import PLAIN
-from bayestrain.io.save import LAYOUT, _built, _sizes
+from bayestrain.io.save import _built, _sizes, described, parsed
 from bayestrain.nn.convert import install
 from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import TensorLayer
-from bayestrain.nn.layout import Layout
 from bayestrain.nn.parameters import HOLDER
 
 METHOD, VERSION = "bayestrain", 1
@@ -65,11 +64,10 @@ class FactorizedLoader(HfQuantizer):  # type: ignore[misc]
                 names = (path, prefix + path, path.removeprefix(prefix))  # a head may have come or gone
                 name = next((name for name in names if name.partition(f".{HOLDER}")[0] in modules), None)
                 if name is not None:
-                    sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
-                    layout = Layout(**sizes, name=str(about["layout"]["name"]))
-                    shapes = get(about["format"]).equation(layout.sizes).shapes(layout.sizes, _sizes(about["ranks"]))
+                    known[name] = parsed(about)
+                    sizes = known[name]["layout"].sizes
+                    shapes = get(about["format"]).equation(sizes).shapes(sizes, _sizes(about["ranks"]))
                     tensors |= {f"{name}.cores.{k}": torch.empty(s, device="meta") for k, s in enumerate(shapes)}
-                    known[name] = about | {"layout": layout}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"config.json describes no factorised weights of version {VERSION}: {error!r}.") from error
         for target, source in model.all_tied_weights_keys.items():  # which the library does after loading only
@@ -111,14 +109,11 @@ def tie_(model: Any) -> set[str]:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The factorised weights of a model, as JSON holds them."""
-    return {
-        path: {
-            "format": weight.format.name, "equation": str(weight.equation), "ranks": weight.ranks,
-            "layout": {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)},
-            "lambda": weight.rank_state is not None,
-        }
-        for path, weight in model.named_modules() if isinstance(weight, FactorizedWeight)
-    }  # fmt: skip
+    found = described(model)
+    for path, about in found.items():
+        weight: Any = model.get_submodule(path)
+        about |= {"ranks": weight.ranks, "lambda": weight.rank_state is not None}
+    return found
 
 
 save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings

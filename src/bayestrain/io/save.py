@@ -71,9 +71,7 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     if any(isinstance(state, RankState) for state in module.modules()):
         raise ConfigError("The model still carries lambda. Call RankPrior.remove_(), or Posterior.fix_ranks_().")
     own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
-    own |= {"weights": _described(module), "network": _network(model)}
-    for each in own["weights"].values():
-        each["layout"] = {key: getattr(each["layout"], key) for key in ("name", *LAYOUT)}
+    own |= {"weights": described(module), "network": _network(model)}
     if taken := sorted(own.keys() & about.keys() if isinstance(about, Mapping) else ()):
         raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
@@ -150,12 +148,19 @@ def _ours(file: Path) -> bool:
         return False
 
 
-def _described(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What a description says of the factorised weights of a module."""
+def described(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What ``model.json`` says of the factorised weights of a module."""
     return {
-        name: {"format": own.format.name, "equation": str(own.equation), "layout": own.layout}
+        name: {"format": own.format.name, "equation": str(own.equation),
+               "layout": {key: getattr(own.layout, key) for key in ("name", *LAYOUT)}}
         for name, own in module.named_modules() if isinstance(own, FactorizedWeight)
     }  # fmt: skip
+
+
+def parsed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What it says of one weight, with its layout as an object; raises if that cannot be."""
+    sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
+    return {**about, "layout": Layout(**sizes, name=str(about["layout"]["name"]))}
 
 
 def _network(model: nn.Module | ParticleModel) -> Any:
@@ -163,10 +168,11 @@ def _network(model: nn.Module | ParticleModel) -> Any:
     module = model if isinstance(model, nn.Module) else model.joint
     tensors = _tensors(module)
     try:
+        weights = {name: parsed(about) for name, about in described(module).items()}
         found = describe(module if isinstance(model, nn.Module) else model.joint.model)
         network = build(found, len(tensors))
         whole = network if isinstance(model, nn.Module) else Joint(network, copy.deepcopy(model.joint.likelihood))
-        made = _built(Path(DESCRIPTION), {"weights": _described(module)}, whole, tensors)[2]
+        made = _built(Path(DESCRIPTION), {"weights": weights}, whole, tensors)[2]
     except (BayesTrainError, RuntimeError, TypeError, ValueError):
         return None
     return found if {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in tensors.items()} else None
@@ -198,9 +204,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["version"] != VERSION or found["kind"] not in ("model", "posterior"):
             raise ValueError(f"its kind is {found['kind']!r}, its version {found['version']!r}")
-        for about in found["weights"].values():
-            sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
-            about["layout"] = Layout(**sizes, name=str(about["layout"]["name"]))
+        found["weights"] = {name: parsed(about) for name, about in found["weights"].items()}
         if found["kind"] == "posterior":
             found["particles"], found["shared"] = _sizes(found["particles"], 0), set(found["shared"])
             if (about := found["likelihood"]) is not None:
@@ -213,7 +217,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
 
 def _sizes(value: object, depth: int = 1) -> Any:
     """Sizes, in lists nested to this depth, as tuples; raises for anything else: a number times a tuple repeats it."""
-    if depth and isinstance(value, list) and len(value) <= MOST_SIZES:
+    if depth and isinstance(value, list | tuple) and len(value) <= MOST_SIZES:
         return tuple(_sizes(each, depth - 1) for each in value)
     if not depth and type(value) is int and 0 <= value < 2**63:
         return value

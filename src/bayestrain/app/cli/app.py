@@ -1,9 +1,8 @@
 """The commands of `bayestrain`, and how their errors are reported."""
 
 import errno
-import math
 import os
-import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -87,29 +86,17 @@ def init(
     bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first
     ```
     """
-    starter = (path for path in (Path(__file__).parent / "starter").iterdir() if path.is_file())
-    contents = {path.name: path.read_text(encoding="utf-8") for path in starter}
-    contents |= {"table.csv": table(1_000, with_target=True), "new.csv": table(3, with_target=False)}
-    if there := sorted(name for name in contents if (folder / name).exists()):
+    starter = Path(__file__).with_name("starter")
+    names = sorted(path.name for path in starter.iterdir() if path.is_file())
+    if there := [name for name in names if (folder / name).exists()]:
         raise ConfigError(f"{folder} already has {', '.join(there)}. Choose another folder: bayestrain init DIR")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    print(f"Wrote {', '.join(sorted(contents))} to {folder}. Next:")
+    for name in names:
+        shutil.copyfile(starter / name, folder / name)
+    print(f"Wrote {', '.join(names)} to {folder}. Next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")
     print("  bayestrain train --config run.toml --out first\n  bayestrain predict first new.csv")
-
-
-def table(rows: int, with_target: bool) -> str:
-    """Rows of Friedman's regression problem, whose last three inputs do not matter."""
-    draw = random.Random(rows)
-    lines = [[*(f"x{i}" for i in range(1, 9)), "y"]]
-    for _ in range(rows):
-        x = [draw.random() for _ in range(8)]
-        y = 10 * math.sin(math.pi * x[0] * x[1]) + 20 * (x[2] - 0.5) ** 2 + 10 * x[3] + 5 * x[4] + draw.gauss(0, 1)
-        lines.append([f"{value:.4f}" for value in (*x, y)])
-    return "".join(",".join(line if with_target else line[:-1]) + "\n" for line in lines)
 
 
 for command in (train, compress, report, evaluate, inspect, predict, export, serve, init):
