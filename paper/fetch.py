@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bayestrain.app.data import Images, Splits
+from bayestrain.app.data import Images
 from bayestrain.app.data.images import idx
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
@@ -95,6 +95,23 @@ def get(name: str) -> Path:
     """Make sure that the data set `name` is on this machine with the right checksums, and return its folder."""
     contents(name)
     return SPECS[name].home
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set, with the mean and deviation of its training pixels in [0, 1], per channel."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
+        mean, std = (images.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return (images - mean) / std
 
 
 def load(name: str) -> Splits:

@@ -41,10 +41,8 @@ class Interrupted(BayesTrainError):
     """The user stopped a run. `folder` holds the checkpoint to resume from."""
 
     def __init__(self, folder: str, epoch: int) -> None:
-        super().__init__(
-            f"Stopped. The checkpoint of epoch {epoch} is in {folder}. Resume with bayestrain train --resume --out "
-            f"{folder}, or with the same call of fit and resume=True."
-        )
+        again = f"bayestrain train --resume --out {folder}, or with the same call of fit and resume=True"
+        super().__init__(f"Stopped. The checkpoint of epoch {epoch} is in {folder}. Resume with {again}.")
         self.folder, self.epoch = folder, epoch
 
 

@@ -20,7 +20,7 @@ import torch
 
 from bayestrain import data
 from bayestrain.errors import DataError
-from paper.fetch import File, cache_folder, cifar, fetch, load
+from paper.fetch import File, Splits, cache_folder, cifar, fetch, load
 
 MINI = Path(data.__file__).parent / "mnist_mini"
 CONTENTS = {
@@ -237,3 +237,16 @@ def test_a_cifar_record_is_a_label_and_three_planes() -> None:
     assert found[9_999, 0].unique().tolist() == [10]
     assert found[0, 1].unique().tolist() == [20]
     assert found[5_000, 2, 13].tolist() == list(range(32))
+
+
+def test_channels_are_normalised_each_by_its_own_numbers_in_the_images_precision() -> None:
+    mean, std = (0.1, 0.2, 0.3), (0.5, 1.5, 3.0)
+    digits = data.load("mnist-mini")
+    splits = Splits("digits", digits.train, digits.test, digits.classes, mean, std)
+    batch = torch.rand(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([(batch[:, c] - mean[c]) / std[c] for c in range(3)], dim=1)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-15)):
+        found = splits.normalize(batch.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+        assert torch.equal(splits.normalize(batch[0].to(dtype)), found[0])

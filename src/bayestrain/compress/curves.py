@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,9 +219,8 @@ class Curve:
         power = 1 if most == widest else 2  # small ranks lie closer
         steps = [torch.linspace(1.0, len(own) ** (1 / power), min(len(own), most)) ** power for own in self.shares]
         ranks = torch.cartesian_prod(*(own.round().long().unique() for own in steps)).reshape(-1, len(steps))
-        size = dict(zip(self.equation.modes, self.sizes, strict=True)) | dict(
-            zip(self.equation.bonds, ranks.unbind(1), strict=True)
-        )
+        labels = (*self.equation.modes, *self.equation.bonds)
+        size: dict[str, Any] = dict(zip(labels, (*self.sizes, *ranks.unbind(1)), strict=True))
         total = sum(math.prod(size[label] for label in own) for own in self.equation.cores)
         assert isinstance(total, Tensor)
         lost = torch.zeros(len(ranks), dtype=torch.float64)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from bayestrain.errors import ConfigError
 from bayestrain.nn.evaluation import evaluating
@@ -69,12 +70,8 @@ def run(model: nn.Module, batches: Iterable[Any]) -> None:
         if not isinstance(x, Tensor | Mapping):
             raise ConfigError(f"Calibration batch {count} is a {type(x).__name__}. Give tensors, (x, y) or dicts.")
         try:
-            if isinstance(x, Mapping):
-                model(
-                    **{key: value.to(first.device) if isinstance(value, Tensor) else value for key, value in x.items()}
-                )
-            else:
-                model(x.to(first.device))
+            x = tree_map_only(Tensor, lambda own: own.to(first.device), dict(x) if isinstance(x, Mapping) else x)
+            model(**x) if isinstance(x, dict) else model(x)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             shape = tuple(x.shape) if isinstance(x, Tensor) else sorted(x)
             raise ConfigError(f"The model refuses calibration batch {count} of shape {shape}: {error}.") from error

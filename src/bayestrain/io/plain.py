@@ -217,12 +217,9 @@ def _thin(layer: Any, kernels: Sequence[nn.Parameter], chain: chains.Chain, alon
         kind, groups, settings = POINTWISE[kernel.ndim - 2], 1, {"kernel_size": 1} if kernel.ndim > 2 else {}
         bias, weight = layer.bias if place == len(kernels) - 1 else None, kernel
         if kernel.ndim > 2 and place == (0 in chain.stages):
-            kind, groups, settings = (
-                layer.dense_kind,
-                chain.groups,
-                {key: getattr(layer, key) for key in layer.settings},
-            )
-            settings = {key: value for key, value in settings.items() if "channels" not in key} | {"groups": groups}
+            kind, groups = layer.dense_kind, chain.groups
+            settings = {key: getattr(layer, key) for key in layer.settings if "channels" not in key}
+            settings["groups"] = groups
             if layer.oriented(kernel) is not kernel:
                 turned = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
                 weight = nn.Parameter(turned, kernel.requires_grad)

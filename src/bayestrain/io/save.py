@@ -106,8 +106,6 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
             It loses lambda, which no saved model has. It can be left out if all its modules are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
-    if not isinstance(path, str | Path):
-        raise ConfigError(f"path must be the folder of a saved model, got {path!r}.")
     if not isinstance(into, nn.Module | None):
         raise ConfigError(f"into must be a network, got {into!r}. If that builds one, call it first.")
     folder, description = _read_description(path)
@@ -328,9 +326,8 @@ def _built(
         name = layer_name(path)
         module = modules.get(path)
         old = module if isinstance(module, FactorizedWeight) else None
-        place = by_path.get(f"{name}.weight".removeprefix(".")) or by_path.get(
-            f".{path}".replace(f".{HOLDER}.", ".").removeprefix(".")
-        )
+        inside = f".{path}".replace(f".{HOLDER}.", ".").removeprefix(".")
+        place = by_path.get(f"{name}.weight".removeprefix(".")) or by_path.get(inside)
         try:  # a format that no list names may be one of the user's
             format = old.format if old and old.format.name == about["format"] else get(about["format"])
             equation = format.equation(about["layout"].sizes)

@@ -29,9 +29,8 @@ class Mixture(nn.Module):
         self.temperature = getattr(likelihood, "temperature", None)
         if isinstance(likelihood, Regression):
             learned = posterior.particles.get("likelihood.log_variance", torch.zeros(n)).detach().exp()
-            self.variances = nn.Buffer(
-                learned if likelihood.noise is None else learned.new_tensor([likelihood.noise**2])
-            )
+            noise = likelihood.noise
+            self.variances = nn.Buffer(learned if noise is None else learned.new_tensor([noise**2]))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         outputs = full_precision(torch.stack([particle(x) for particle in self.particles]))

@@ -51,10 +51,6 @@ class Images(Dataset[tuple[Tensor, int]]):
         """The same images on `device`; `batches` then copies nothing between devices."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def augmented(self, augment: Callable[[Tensor], Tensor] | None) -> Self:
-        """The same images, whose batches are augmented by `augment`."""
-        return replace(self, augment=augment)
-
     def subset(self, indices: Tensor | Sequence[int]) -> Self:
         """The images at `indices`, in that order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
@@ -75,7 +71,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         if not 0 < fraction < 1 or held.all() or not held.any():
             raise ConfigError(f"The fraction {fraction} of {len(self)} images leaves a part empty. Try one near 0.5.")
         rest, held_out = (self.subset(chosen.nonzero().squeeze(1)) for chosen in (~held, held))
-        return rest, held_out.augmented(None)
+        return rest, replace(held_out, augment=None)
 
     def batches(
         self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
@@ -103,22 +99,11 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 @dataclass(frozen=True)
 class Splits:
-    """Images to train with and to test, with the mean and deviation of its training pixels in [0, 1], per channel.
+    """Images to train with and to test, and the names of their labels."""
 
-    Nothing applies them for you: normalise in the model, or with `normalize`.
-    """
-
-    name: str
     train: Images
     test: Images
     classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
-        mean, std = (images.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
-        return (images - mean) / std
 
 
 def load(name: str) -> Splits:
@@ -138,7 +123,7 @@ def load(name: str) -> Splits:
         images, labels = (idx(gzip.decompress(file.read_bytes())) for file in files)
         return Images(images[:, None], labels.long())
 
-    return Splits(name, read("train"), read("t10k"), tuple("0123456789"), mean=(0.1321,), std=(0.3096,))
+    return Splits(read("train"), read("t10k"), tuple("0123456789"))
 
 
 def idx(content: bytes) -> Tensor:
