@@ -1,7 +1,4 @@
-"""The few exceptions and warnings that BayesTrain raises on purpose.
-
-Every message states the rule, the value that broke it, and what to type next.
-"""
+"""Exceptions and warnings; every message states the rule, the value that broke it, and what to type next."""
 
 from typing import SupportsIndex
 

@@ -1,8 +1,7 @@
 """Error against size for what a weight may become: from singular values where the network is a tree, else by fits.
 
-A candidate is decomposed in whitened coordinates, in which a change of the weight counts by what it does to the
-outputs. The whitening is exact where one mode holds all inputs of the layer. Otherwise there is one matrix per mode,
-and the points of the curve are measured in the exact metric.
+Candidates are decomposed in whitened coordinates, in which a change counts by what it does to the outputs: exactly
+where one mode holds all inputs, else with one matrix per mode, and points are measured in the exact metric.
 """
 
 import math
@@ -45,10 +44,7 @@ class Point:
 
 
 class Target:
-    """A dense weight, and the second moment of the layer's inputs, by which its changes are measured.
-
-    The moment is that of inputs times taps, or of inputs alone; None compares weights.
-    """
+    """A dense weight, and the second moment of its inputs, with taps or without, by which changes are measured."""
 
     def __init__(self, weight: Tensor, moment: Tensor | None) -> None:
         self.weight, self.moment = weight.detach().cpu().double(), None
@@ -162,10 +158,7 @@ class Curve:
 
     @cached_property
     def known(self) -> list[float] | None:
-        """For every rank of a single bond the squared error, so that nothing needs to be measured; else None.
-
-        Where both cores hold inputs, measuring some ranks takes far less work than the exact errors of all.
-        """
+        """The squared error at every rank of a single bond; None where measuring some takes far less work."""
         if not self.equation.is_tree or len(self.shares) != 1:
             return None
         if self.folded.exact:

@@ -1,8 +1,4 @@
-"""Second moments of what layers multiply, collected while calibration batches pass through the model.
-
-A linear layer multiplies its inputs, a convolution patches. ``W C W^t`` with the second moment C is that of the outputs
-(without bias), so a change of the weight is measured by what it does to the outputs on real inputs.
-"""
+"""Second moments C of what layers multiply, inputs or patches: ``W C W^t`` is that of the outputs without bias."""
 
 import math
 from collections import Counter

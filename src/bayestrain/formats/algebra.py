@@ -194,10 +194,7 @@ def random_cores(
 def refit(
     equation: Equation, cores: Sequence[Tensor], target: Sequence[Operand], sweeps: int = 2, jitter: float = 1e-12
 ) -> list[Tensor]:
-    """Cores of the same shapes, nearer to the tensor that contracting `target` makes, by alternating least squares.
-
-    Neither tensor is materialised: the target may be the `operands` of a larger network.
-    """
+    """Cores nearer to what contracting `target` makes, by alternating least squares; neither is materialised."""
     result, goal = [core.double() for core in cores], [(tensor.double(), labels) for tensor, labels in target]
     for _ in range(sweeps):
         for k, labels in enumerate(equation.cores):

@@ -1,7 +1,4 @@
-"""Other cores for the same tensor: the gauge in which every rank index is a singular direction (docs/method.md).
-
-The prior sees single rank indices, so ranks are found sooner and more surely.
-"""
+"""The gauge in which every rank index, by which the prior judges, is a singular direction (docs/method.md)."""
 
 from collections.abc import Sequence
 from functools import cache

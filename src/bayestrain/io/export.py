@@ -17,7 +17,7 @@ from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, che
 from bayestrain.files import write_atomically, writing
 from bayestrain.io.plain import plain
 from bayestrain.io.runtimes import NEEDED, WRITERS, quiet
-from bayestrain.io.save import check_values
+from bayestrain.io.save import as_json, check_values
 from bayestrain.io.stored import BITS, Mixture, Packed, share_
 from bayestrain.nn.evaluation import evaluating
 from bayestrain.nn.sizes import count_parameters, dense_parameters, ranks
@@ -139,12 +139,7 @@ def _about(model: Any, weights: str | None, metadata: Mapping[str, Any]) -> dict
         about |= {"kind": "posterior", "particles": len(model), "likelihood": type(model.likelihood).__name__}
         about["temperature"] = getattr(model.likelihood, "temperature", None)
     check_values(module, tensors)
-    if taken := sorted(about.keys() & metadata.keys() if isinstance(metadata, Mapping) else ()):
-        raise ConfigError(f"metadata must not contain {taken[0]!r}, which export writes itself. Give it another name.")
-    try:
-        return dict(json.loads(json.dumps(about | dict(metadata), allow_nan=False)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"metadata must hold what JSON can: text, finite numbers, lists, dicts. {error}.") from error
+    return dict(json.loads(as_json(about, metadata, "metadata")))
 
 
 def _inputs(example: Any, dynamic: Axes | Sequence[Axes]) -> tuple[list[Tensor], list[Axes], Any]:
@@ -211,10 +206,7 @@ def _program(network: nn.Module, call: Any, axes: Sequence[Axes], largest: Mappi
 
 
 def _difference(calls: Sequence[Mapping[str, Tensor]], found: Sequence[Mapping[str, Tensor]], alike: Any) -> float:
-    """The largest difference of an output, relative to its largest value, or that of all of `alike` for these.
-
-    It is NaN if shapes differ.
-    """
+    """The largest difference relative to an output's largest value, or that of all of `alike`; NaN if shapes differ."""
     worst = [0.0]
     for expected, own in zip(calls, found, strict=True):
         sizes = {

@@ -90,10 +90,7 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
 
 
 def _read_directly(root: nn.Module) -> set[nn.Module]:
-    """The layers whose parameters the forward pass of a module around them reads, as that of attention does.
-
-    Where it is not plain which layers are read, as in loops, these are all that the code may mean.
-    """
+    """The layers whose parameters the code of a module around them reads, as that of attention does, or may read."""
     found: set[nn.Module] = set()
     for parent in root.modules():
         kind = getattr(type(parent), "dense_kind", type(parent))
@@ -264,11 +261,7 @@ def _generated(function: Callable[..., Tensor], **parameters: nn.Parameter | Non
 def _core_by_core(
     layer: Any, cores: Sequence[nn.Parameter], labels: Sequence[tuple[str, ...]], stages: Sequence[int], cut: int
 ) -> fx.GraphModule:
-    """A module that multiplies by a weight's cores along a fixed path.
-
-    With stages, which cores have, there is one kernel for each stage in each pass, or for each half of a weight that is
-    cut at a factor.
-    """
+    """A module that multiplies by cores along a fixed path, or by one kernel for each stage or half that they form."""
     layout = layer.factorized.layout
     (outs, ins), sizes = layout.labels, dict(zip(layout.labels[1], layout.splits[1], strict=True)) | {"batch": ROWS}
     for names, core in zip(labels, cores, strict=True):

@@ -1,7 +1,6 @@
 """Saved models and posteriors: a folder with the tensors (safetensors) and ``model.json``, which describes them.
 
-The JSON holds format, equation and layout of every factorised weight, and the tensors have the ranks found in training,
-so that a dense network becomes the saved model. What is read is compared with the network before that changes.
+A dense network becomes the saved model. What is read is compared with the network before that changes.
 """
 
 import copy
@@ -72,15 +71,10 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         raise ConfigError("The model still carries lambda. Call RankPrior.remove_(), or Posterior.fix_ranks_().")
     own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
     own |= {"weights": described(module), "network": _network(model)}
-    if taken := sorted(own.keys() & about.keys() if isinstance(about, Mapping) else ()):
-        raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
     content = safetensors.torch.save(plain, {"bayestrain": str(VERSION)})  # of two keys the order would vary
     own["sha256"] = hashlib.sha256(content).hexdigest()
-    try:
-        text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
+    text = as_json(own, about or {}, "about")
     file = folder / (WEIGHTS if own["kind"] == "model" else PARTICLES)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,6 +121,16 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
         for owned in (joint.named_parameters(), joint.named_buffers())
     )
     return ParticleModel(joint.eval(), particles, carried)
+
+
+def as_json(own: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
+    """What is known of a model, and what a user says of it in the argument `name`."""
+    if taken := sorted(own.keys() & given.keys() if isinstance(given, Mapping) else ()):
+        raise ConfigError(f"{name} must not contain {taken[0]!r}, which is written anyway. Give it another name.")
+    try:
+        return json.dumps({**given, **own}, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
 
 
 def _foreign(folder: Path) -> Path | None:

@@ -46,10 +46,7 @@ class Mixture(nn.Module):
 
 
 class Packed(nn.Module):
-    """A network whose weights are stored as integers with scales or in half precision, and restored in each pass.
-
-    The network given loses them. `kept` names the parameters that stay as they are, and says why.
-    """
+    """A network, which loses its weights to integers with scales or half precision; `kept` says which stay, and why."""
 
     def __init__(self, network: nn.Module, bits: str) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,8 +48,13 @@ def compress(
         raise ConfigError("--weights names the trained weights of the network. It may be left out for a folder only.")
     from bayestrain.compress import compress_
     from bayestrain.io import save
+    from bayestrain.train.run import made
 
-    calibration = first(data, batches) if data else None
+    calibration: Any = None
+    if data:
+        if not isinstance(found := made(data), Iterable):
+            raise ConfigError(f"--data {data} must return batches, as a DataLoader does, got a {type(found).__name__}.")
+        calibration = list(islice(found, batches))
     goal = {"ratio": ratio, "parameters": parameters, "tolerance": tolerance}
     print(compress_(network.to(place).eval(), calibration=calibration, **goal))  # type: ignore[arg-type]
     save(network, out)
@@ -113,14 +119,3 @@ def load_weights(network: "nn.Module", file: Path, assign: bool = False) -> "nn.
     except RuntimeError as error:
         raise DataError(f"The weights in {file} are not those of the network: {error}") from error
     return network
-
-
-def first(name: str, number: int) -> list[Any]:
-    """The first batches that a function returns."""
-    from itertools import islice
-
-    from bayestrain.train.run import made
-
-    if not isinstance(found := made(name), Iterable):
-        raise ConfigError(f"--data {name} must return batches, as a DataLoader does, got a {type(found).__name__}.")
-    return list(islice(found, number))

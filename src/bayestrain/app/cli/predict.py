@@ -1,6 +1,5 @@
 """`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device, Finished, finished, resolve_device
+from bayestrain.app.cli.runs import Device, Finished, loaded
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
@@ -52,21 +51,14 @@ def predict(
 
 def predictor(folder: Path, device: str) -> tuple[Callable[[list[Path], bool | None], list[Json]], Json, int]:
     """What predicts for files with a run's network, which any threads may call; the run's result and its particles."""
-    result = finished(folder).result
-    if not result.get("input_shape"):
-        raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
-    from bayestrain.train.run import load_run
-
-    model, particles = load_run(folder, device=resolve_device(device)), result["posterior"].get("particles", 1)
+    model, result = loaded(folder, device)
 
     def ask(inputs: list[Path], invert: bool | None) -> list[Json]:
         x, labels = read_inputs(inputs, result, invert)
-        prediction: Any = model.predict(x)
-        if particles == 1 and result["calibrated"]:
-            prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
-        return [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
+        found = answers(model.predict(x), result["classes"])
+        return [answer | label for answer, label in zip(found, labels, strict=True)]
 
-    return ask, result, particles
+    return ask, result, len(model)
 
 
 def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["Tensor", list[dict[str, str]]]:

@@ -54,13 +54,21 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def inspect(folder: Finished) -> None:
-    """Show the layers of a run's network: formats, ranks and sizes.
+def loaded(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
+    """The posterior of a finished run, or its network at the temperature that was fitted; and the run's result."""
+    result = finished(folder).result
+    if not result.get("input_shape"):
+        raise ConfigError("this network takes several tensors. Use it in Python: train.run.load_run(RUN).predict(x)")
+    from bayestrain.train.run import load_run
 
-    ```sh
-    bayestrain inspect runs/digits-seed0
-    ```
-    """
+    model = load_run(folder, device=resolve_device(device))
+    if len(model) == 1 and result["calibrated"]:
+        model.likelihood.temperature = result["calibrated"]["temperature"]  # type: ignore[assignment]
+    return model, result
+
+
+def inspect(folder: Finished) -> None:
+    """Show the layers of a run's network: formats, ranks and sizes."""
     run = finished(folder)
     from bayestrain.app.report.facts import layer_table
 
@@ -69,12 +77,7 @@ def inspect(folder: Finished) -> None:
 
 
 def evaluate(folders: Runs, device: Device = "auto") -> None:
-    """Evaluate finished runs again on their test data, and rewrite their reports. Nothing is trained.
-
-    ```sh
-    bayestrain evaluate runs/digits-seed0
-    ```
-    """
+    """Evaluate finished runs again on their test data, and rewrite their reports. Nothing is trained."""
     for folder in folders:
         finished(folder)
     place = resolve_device(device)
@@ -128,18 +131,11 @@ def export(
     bayestrain export runs/digits-seed0 --format pt2 --weights int8 --out digits.pt2
     ```
     """
-    result = finished(folder).result
-    if not result.get("input_shape"):
-        raise ConfigError("this network takes several tensors. Export it in Python: bayestrain.export(model, ..)")
+    model, result = loaded(folder, "cpu")
     import torch
 
     from bayestrain.io import export as write
-    from bayestrain.posterior import Classification
-    from bayestrain.train.run import load_run
 
-    model = load_run(folder)
-    if isinstance(model.likelihood, Classification) and result["calibrated"]:
-        model.likelihood.temperature = result["calibrated"]["temperature"]
     shape = batch, *result["input_shape"]
     dtype = getattr(torch, result["input_dtype"])
     example = torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)

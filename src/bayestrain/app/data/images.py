@@ -57,11 +57,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return replace(self, images=self.images[chosen], labels=self.labels[chosen])
 
     def split(self, fraction: float, seed: int) -> tuple[Self, Self]:
-        """Hold out `fraction` of every class, for example for validation: (rest, held out).
-
-        The choice depends only on the labels, `fraction` and `seed`. Both parts keep the order of this set. What is
-        held out is not augmented.
-        """
+        """(rest, held out): holds out `fraction` of every class, by labels and `seed` alone, without augmentation."""
         generator, labels = torch.Generator().manual_seed(seed), self.labels.cpu()
         held = torch.zeros(len(self), dtype=torch.bool)
         for label in labels.unique():
@@ -77,10 +73,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """One pass: batches of (float images in [0, 1], int64 labels) on `device`, by default that of the images.
-
-        `shuffle` draws one permutation from `generator`, the global one if None.
-        """
+        """One pass of (float images in [0, 1], int64 labels) on `device`, by default theirs; `generator` shuffles."""
         check_counts(batch_size=batch_size)
         home, block = self.labels.device, batch_size
         target = home if device is None else torch.device(device)

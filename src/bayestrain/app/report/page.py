@@ -20,10 +20,7 @@ Section = dict[str, Any]
 
 
 def write_report(folder: Path | str) -> Path:
-    """Write ``report.html`` into a run folder and return its path.
-
-    An unfinished run gets a page of what is there. `DataError` names a file that is damaged.
-    """
+    """Write ``report.html`` into the folder of a run, finished or not, and return its path."""
     folder = Path(folder)
     run, environment, settings = read_run(folder), load(folder / "environment.json"), folder / "config.toml"
     with reading(folder):
