@@ -1,7 +1,7 @@
 """Commands on finished runs, `bayestrain inspect`, `evaluate`, `report` and `export`, and what others share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,7 +63,7 @@ def loaded(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
 
     model = load_run(folder, device=resolve_device(device))
     if len(model) == 1 and result["calibrated"]:
-        model.likelihood.temperature = result["calibrated"]["temperature"]  # type: ignore[assignment]
+        model.likelihood.temperature = result["calibrated"]["temperature"]
     return model, result
 
 
