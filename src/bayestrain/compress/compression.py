@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,8 +16,8 @@ from bayestrain.compress.candidates import SVD, Candidate, candidates, checked_k
 from bayestrain.compress.curves import Curve, Point, Target, points
 from bayestrain.compress.moments import collect
 from bayestrain.errors import ConfigError, ConversionError, check_counts
-from bayestrain.nn import FactorizedWeight, TensorLayer, count_parameters
-from bayestrain.nn.convert import STATE_HOOKS, TWINS, replace_layers
+from bayestrain.nn import FactorizedWeight, count_parameters
+from bayestrain.nn.convert import STATE_HOOKS, TWINS, find_places, replace_layers
 from bayestrain.nn.layer import is_lazy
 from bayestrain.tables import text_table, times
 
@@ -151,47 +150,36 @@ def survey(
     model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The layers that can be compressed, and the others that have matrices, with the reason; raises on broken ones."""
-    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter].append(name)
-    found, kept, inside = dict[str, Any](), dict[str, str](), dict[nn.Module, bool]()
-    for name, module in model.named_modules():
-        if isinstance(module, TensorLayer | FactorizedWeight):
-            inside |= dict.fromkeys(module.modules(), True)
-        if module in inside:
-            continue
-        kind = type(module).__name__
-        if "quantized" in type(module).__module__:
+    places, found, kept = list(find_places(model)), dict[str, Any](), dict[str, str]()
+    for place in places:
+        name, layer, weight, kind = place.layer, place.module, place.weight, type(place.module).__name__
+        if "quantized" in type(layer).__module__:
             raise ConversionError(f"{name!r} ({kind}) is quantised. Compress the network before it is quantised.")
-        if is_lazy(module):
+        if is_lazy(layer):
             raise ConversionError(f"{name!r} ({kind}) is lazy. Run one batch through the model first.")
-        own = dict(module.named_parameters(recurse=False))
-        for key, parameter in own.items():
+        for key, parameter in layer.named_parameters(recurse=False):
             if parameter.is_meta or not bool(parameter.isfinite().all()):
                 what = "has no values" if parameter.is_meta else "has NaN or infinite entries"
                 raise ConversionError(f"The {key} of {name!r} ({kind}) {what}. Load the trained weights first.")
-        weight = own.get("weight")
-        shared = [other for other in owners.get(weight, []) if other != name] if weight is not None else []
-        if not isinstance(module, KINDS) or type(module) not in TWINS:
-            if any(parameter.ndim > 1 for parameter in own.values()):
-                kept[name] = f"{kind} is none of {', '.join(each.__name__ for each in KINDS if each in TWINS)}"
+        shared = [other.layer for other in places if other.weight is weight and other is not place]
+        if type(layer) not in KINDS:
+            kept[name] = f"{kind} is none of {', '.join(each.__name__ for each in KINDS)}"
         elif name == "":
             raise ConversionError(f"The model itself is one {kind} and cannot be replaced. Wrap it in nn.Sequential.")
-        elif weight is None or not weight.is_floating_point():
+        elif not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
             kept[name] = "its weight is no plain floating point parameter"
         elif shared:
             kept[name] = f"its weight is shared with {', '.join(shared)}"
-        elif getattr(module, "groups", 1) != 1:
+        elif getattr(layer, "groups", 1) != 1:
             kept[name] = "it has groups, and so few entries"
-        elif any(getattr(module, hooks) for hooks in STATE_HOOKS):
+        elif any(getattr(layer, hooks) for hooks in STATE_HOOKS):
             kept[name] = "it has hooks on its state_dict"
         elif not bool(weight.any()):
             kept[name] = "its weight is zero"
-        elif filter_fn is not None and not filter_fn(module, name):
+        elif filter_fn is not None and not filter_fn(layer, name):
             kept[name] = "filter_fn returned False"
         else:
-            found[name] = module
+            found[name] = layer
     if not found:
         why = "; ".join(f"{name} stays dense ({reason})" for name, reason in kept.items()) or "it has no weights"
         raise ConversionError(f"compress_ found nothing to compress in this model: {why}.")
