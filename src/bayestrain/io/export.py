@@ -94,6 +94,10 @@ def export(
     rows, largest = {own[0] for own in axes if 0 in own}, sizes if format == "executorch" else {}
     other = {name: n - 1 if largest or name not in rows else 2 * n + 1 for name, n in sizes.items()}
     calls = [_resized(inputs, axes, spec, own) for own in (sizes, other, sizes | dict.fromkeys(rows, 1))]
+    forward = inspect.signature((model.template if isinstance(model, ParticleModel) else model).forward).parameters
+    known = [name for name, own in forward.items() if own.kind == own.POSITIONAL_OR_KEYWORD]
+    number = len(calls[0][0])
+    names = [*[*known, *(f"input_{k}" for k in range(len(known), number))][:number], *calls[0][1]]
     network = Mixture(model) if isinstance(model, ParticleModel) else model
     network = plain(network, smallest=True, folds=format == "onnx").cpu().eval()
     share_(network)
@@ -109,8 +113,7 @@ def export(
     try:
         with quiet():
             program = _program(network, calls[0], axes, largest)
-            named = dict(zip(_names(model, *calls[0]), axes, strict=True))
-            content, nodes, run = WRITERS[format](program, about, named, list(goal[0]))
+            content, nodes, run = WRITERS[format](program, about, dict(zip(names, axes, strict=True)), list(goal[0]))
             found = [_outputs(run, *own) for own in calls]
     except BayesTrainError:
         raise
@@ -166,13 +169,6 @@ def _resized(inputs: Sequence[Tensor], axes: Sequence[Axes], spec: Any, sizes: M
             index = torch.arange(sizes[name]) % found[place].shape[axis]
             found[place] = found[place].index_select(axis, index)
     return tree.tree_unflatten(found, spec)
-
-
-def _names(model: Any, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> list[str]:
-    """What the model calls its inputs."""
-    forward = inspect.signature((model.template if isinstance(model, ParticleModel) else model).forward)
-    known = [own.name for own in forward.parameters.values() if own.kind == own.POSITIONAL_OR_KEYWORD]
-    return [*[*known, *(f"input_{k}" for k in range(len(known), len(args)))][: len(args)], *kwargs]
 
 
 def _outputs(model: Any, args: Any, kwargs: Any) -> dict[str, Tensor]:

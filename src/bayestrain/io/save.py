@@ -50,11 +50,10 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     with writing(folder):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
-        for name in (DESCRIPTION, WEIGHTS, PARTICLES, CARD):
-            if (there := folder / name).exists() and not there.is_file():
-                raise ConfigError(f"{there} is not a file. Choose another folder, or delete it.")
-        if foreign := _foreign(folder):
-            raise ConfigError(f"{foreign} is not of a model that save wrote. Choose another folder, or delete it.")
+        judged = (DESCRIPTION,) if (folder / DESCRIPTION).exists() else (WEIGHTS, PARTICLES)
+        for file in (folder / name for name in (DESCRIPTION, WEIGHTS, PARTICLES, CARD)):
+            if file.exists() and not (file.is_file() and (file.name not in judged or _ours(file))):
+                raise ConfigError(f"{file} is not of a model that save wrote. Choose another folder, or delete it.")
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
     tensors = _tensors(module)
     if not isinstance(model, nn.Module):
@@ -131,12 +130,6 @@ def as_json(own: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
         return json.dumps({**given, **own}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name} must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
-
-
-def _foreign(folder: Path) -> Path | None:
-    """A file in this folder that `save` would replace though another program wrote it, such as `transformers`."""
-    names = (DESCRIPTION,) if (folder / DESCRIPTION).exists() else (WEIGHTS, PARTICLES)
-    return next((file for name in names if (file := folder / name).exists() and not _ours(file)), None)
 
 
 def _ours(file: Path) -> bool:
