@@ -100,10 +100,9 @@ class Folded:
         assert moment is not None
         sizes, rows = [self.layout.factors[n] for n in known], tuple(str(n) for n in known)
         columns = tuple(f"{n}'" if n in inside else str(n) for n in known)
-        left, right = tuple(str(n) for n in inside), tuple(f"{n}'" for n in inside)
-        found = algebra.contract([(moment.reshape(*sizes, *sizes), (*rows, *columns))], (*left, *right))
-        width = math.prod(self.layout.factors[n] for n in inside)
-        gram = found.reshape(width, width)
+        output = (*(str(n) for n in inside), *(f"{n}'" for n in inside))
+        found = algebra.contract([(moment.reshape(*sizes, *sizes), (*rows, *columns))], output)
+        gram = found.reshape(math.prod(found.shape[: len(inside)]), -1)
         return gram / gram.diagonal().mean()
 
     def _turned(self, tensor: Tensor, modes: Sequence[int], which: int) -> Tensor:
