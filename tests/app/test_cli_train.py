@@ -210,7 +210,9 @@ def test_the_files_of_init_train_and_predict(started: Path, monkeypatch: pytest.
         assert row["low"] < row["prediction"] < row["high"]
         assert row["total"] == pytest.approx(row["aleatoric"] + row["epistemic"])
     assert "of the variance" in answer("predict", "posterior", "new.csv")
-    assert answer("report", "first", "posterior") == "comparison.html\n"
+    lines = answer("report", "first", "posterior").splitlines()
+    assert lines[:2] == ["first/report.html", "posterior/report.html"]
+    assert any(line.split() == ["posterior.particles", "1", "2"] for line in lines)
     assert "RMSE (test)" in answer("evaluate", "posterior")
     assert "each of 2 particles" in answer("inspect", "posterior")
     assert "Predicted and true values" in (started / "posterior/report.html").read_text()

@@ -88,26 +88,22 @@ def evaluate(folders: Runs, device: Device = "auto") -> None:
         print_closing(folder)
 
 
-def report(
-    folders: Runs,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Page of a comparison. "
-                                             "Default: comparison.html beside the first run.")] = None,
-) -> None:  # fmt: skip
-    """Write the HTML report of a run, or a comparison of several.
+def report(folders: Runs) -> None:
+    """Write the HTML report of each run, and print what differs between several.
 
     ```sh
-    bayestrain report runs/digits-seed0
-    bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
+    bayestrain report runs/digits-seed0 runs/digits-seed1
     ```
     """
-    from bayestrain.app.report import write_comparison, write_report
+    from bayestrain.app.report import write_report
+    from bayestrain.app.report.facts import differences
+    from bayestrain.app.report.read import read_run
 
+    for folder in folders:
+        print(write_report(folder))
     if len(folders) > 1:
-        print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
-    elif out is None:
-        print(write_report(folders[0]))
-    else:
-        raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")
+        table = differences({str(folder): read_run(folder) for folder in folders})
+        print("\n" + text_table(table.header, table.rows))
 
 
 def export(

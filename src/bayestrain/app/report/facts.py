@@ -1,6 +1,6 @@
 """The figures to judge a run by, as people read them, and what they suggest to do next."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import isfinite
 from statistics import NormalDist
@@ -101,6 +101,20 @@ def layer_table(run: Run) -> Table:
     ]
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
     return Table(f"Layers ({len(layers)})", header, rows)
+
+
+def differences(runs: Mapping[str, Run]) -> Table:
+    """What differs between runs: figures, ranks and settings."""
+    found = []
+    for run in runs.values():
+        about = {label: value for label, value, _ in tiles(run)}
+        about |= {f"ranks of {name}": join(ranks) for name, ranks in run.result["ranks"].items()}
+        sections = {title: section for title, section in run.config.items() if isinstance(section, dict)}
+        about |= {f"{title}.{key}": str(value) for title in sections for key, value in sections[title].items()}
+        found.append(about)
+    keys = dict.fromkeys(key for about in found for key in about)
+    rows = [(key, *(about.get(key, "–") for about in found)) for key in keys]
+    return Table("", ("what differs", *runs), [row for row in rows if len(set(row[1:])) > 1])
 
 
 def advice(run: Run) -> list[str]:

@@ -1,7 +1,5 @@
-"""`write_report` and `write_comparison`: from run folders to an HTML page that needs no network and no script."""
+"""`write_report`: from a run folder to an HTML page that needs no network and no script."""
 
-import os
-from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import numpy as np
 from bayestrain.app.report import figures
 from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
 from bayestrain.app.report.read import Run, load, read_run
-from bayestrain.errors import DataError
 from bayestrain.files import reading, write_atomically
 
 Section = dict[str, Any]
@@ -40,39 +37,11 @@ def write_report(folder: Path | str) -> Path:
     return folder / "report.html"
 
 
-def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
-    """Write one page that has several runs side by side, and return its path."""
-    places, path = list(dict.fromkeys(Path(folder).resolve() for folder in folders)), Path(out)
-    if not places:
-        raise DataError("There is no run to compare. Give at least one run folder.")
-    base = Path(os.path.commonpath([place.parent for place in places]))
-    runs = {place.relative_to(base).as_posix(): read_run(place) for place in places}
-    with reading(base):
-        links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
-                 for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
-        scores = [{label: value for label, value, _ in tiles(run)} for run in runs.values()]
-        ranks = [{name: join(each) for name, each in run.result["ranks"].items()} for run in runs.values()]
-        settings = [
-            {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()}
-            for run in runs.values()
-        ]
-        sections = [
-            Section(title="Runs", tables=_side_by_side("score", runs, scores)),
-            Section(title="Settings that differ", tables=_side_by_side("setting", runs, settings, all_keys=False)),
-            Section(title="Ranks", tables=_side_by_side("layer", runs, ranks)),
-        ]
-        title, lead = f"{plural(len(runs), 'run')} compared", "Ranks are in the order of each layer’s bonds."
-        page = render("base.html.j2", title=title, lead=lead, links=links, sections=sections)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page)
-    return path
-
-
 def render(template: str, **context: Any) -> str:
     """Fill a template; everything that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("bayestrain.app.report")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    page = environment.get_template(template).render({"links": {}, "version": version("bayestrain"), **context})
+    page = environment.get_template(template).render({"version": version("bayestrain"), **context})
     return page.encode(errors="replace").decode()  # half a surrogate pair is no text
 
 
@@ -112,11 +81,3 @@ def _picture(run: Run, place: int) -> dict[str, Any]:
     guesses = [(names[label], percent(p[label], 0), label == truth) for label in top]
     source = figures.picture(found["hardest_inputs"][place])
     return {"index": index, "truth": names[truth], "right": order[0] == truth, "guesses": guesses, "source": source}
-
-
-def _side_by_side(label: str, runs: Iterable[str], found: list[dict[str, str]], all_keys: bool = True) -> list[Table]:
-    """One column per run; a row per key that any run has, or only those whose values differ."""
-    keys = dict.fromkeys(key for entries in found for key in entries)
-    rows = [(key, *(entries.get(key, "–") for entries in found)) for key in keys]
-    rows = [row for row in rows if all_keys or len(set(row[1:])) > 1]
-    return [Table("", (label, *runs), rows)] if rows else []
