@@ -67,7 +67,7 @@ def test_fronts_fall_and_points_keep_their_promise(shape: tuple[int, ...], calib
         assert point.candidate is not None
         curve = Curve(own, point.candidate)
         cores = curve.cut(point.ranks)
-        plain = curve.folded.plain_cores(point.candidate, cores)
+        plain = curve.plain_cores(cores)
         weight = point.candidate.layout.unfold(algebra.dense(curve.equation, plain))
         assert sum(core.numel() for core in plain) == point.size < own.weight.numel()
         assert_close(float(own.loss(weight - own.weight) / own.norm), point.error, rtol=1e-6, atol=1e-9)
@@ -135,7 +135,7 @@ def test_refinement_never_loses_and_often_gains(kind: str, calibrated: str) -> N
         before, after = curve.error(cores), curve.error(curve.refined(cores))
         assert after <= before * (1 + 1e-9)
         gained.append(after < 0.999 * before)
-    assert any(gained) or (curve.folded.exact and not curve.equation.is_tree)  # a fit in the exact metric is at its end
+    assert any(gained) or (curve.exact and not curve.equation.is_tree)  # a fit in the exact metric is at its end
 
 
 def test_the_ridge_is_small_and_gives_unseen_directions_a_weight() -> None:

@@ -143,7 +143,7 @@ class LayerCurve:
             cores = curve.refined(curve.cut(curve.largest(point.size)))
             found.append((curve.error(cores), curve, cores))
         error, curve, cores = min(found, key=lambda each: each[0])
-        return curve.candidate, curve.folded.plain_cores(curve.candidate, cores), math.sqrt(max(error, 0.0))
+        return curve.candidate, curve.plain_cores(cores), math.sqrt(max(error, 0.0))
 
 
 def survey(

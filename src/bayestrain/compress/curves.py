@@ -16,7 +16,7 @@ from torch import Tensor
 from bayestrain.compress.candidates import SVD, Candidate
 from bayestrain.formats import algebra, trees
 from bayestrain.formats.fitting import is_quick, polished, sketched
-from bayestrain.nn import FactorizedWeight, Layout
+from bayestrain.nn import FactorizedWeight
 
 RIDGE = 1e-3  # added to the second moment, relative to its mean diagonal: what calibration did not see counts a little
 GRID = 0.87  # sizes at which curves are sampled: each is this share of the one before
@@ -72,18 +72,21 @@ class Target:
         return (self.raised(change) * change).sum()
 
 
-class Folded:
-    """A target in the modes of a layout, whitened mode by mode."""
+class Curve:
+    """What one candidate may become, from many ranks to few, in the modes of its layout, whitened one by one."""
 
-    def __init__(self, target: Target, layout: Layout, whiten: str = "modes") -> None:
-        self.target, self.layout = target, layout
+    def __init__(self, target: Target, candidate: Candidate) -> None:
+        self.candidate, self.target, layout = candidate, target, candidate.layout
+        self.layout, self.sizes, self.dense = layout, layout.sizes, target.weight.numel()
+        self.equation = candidate.format.equation(self.sizes)
         self.turns: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         """By number of the mode: its size before, inside and behind the factors that are whitened; the root of their
         moment, and its inverse."""
         first, taps = len(layout.splits[0]), len(layout.splits[0]) + len(layout.splits[1])
         self.covered = range(first, len(layout.factors) if target.whole else taps)
-        known = self.covered if whiten == "modes" else range(first, taps)
-        for number, mode in enumerate(layout.modes if target.moment is not None and whiten != "nothing" else ()):
+        known = self.covered if candidate.whiten == "modes" else range(first, taps)
+        whitened = layout.modes if target.moment is not None and candidate.whiten != "nothing" else ()
+        for number, mode in enumerate(whitened):
             if inside := [n for n in mode if n in known]:
                 values, vectors = torch.linalg.eigh(self._gram(inside))
                 root = values.clamp_min(1e-12 * float(values[-1])).sqrt()
@@ -93,6 +96,12 @@ class Folded:
                 self.turns[number] = (before, own, behind), (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
         self.exact = target.moment is None or any(sizes[1] == len(target.moment) for sizes, *_ in self.turns.values())
         self.tensor = self._turned(layout.fold(target.weight), range(len(layout.modes)), 0)
+        self.cores: list[Tensor] = []
+        if self.equation.is_tree:
+            cores = trees.decompose(self.equation, self.tensor, 0.0, candidate.format.max_ranks(self.sizes))
+            self.cores, values, log_scale = trees.singular_gauge(self.equation, cores)
+            self.cores[0] = self.cores[0] * log_scale.exp()
+            self.shares = [(own.square() / algebra.nonzero(own.square().sum())).tolist() for own in values]
 
     def _gram(self, inside: Sequence[int]) -> Tensor:
         """The moment of some factors of the inputs, with the others summed over."""
@@ -120,16 +129,11 @@ class Folded:
         """The weight that a whitened tensor stands for."""
         return self.layout.unfold(self._turned(tensor, range(len(self.layout.modes)), 1))
 
-    def plain_cores(self, candidate: Candidate, cores: Sequence[Tensor]) -> list[Tensor]:
+    def plain_cores(self, cores: Sequence[Tensor]) -> list[Tensor]:
         """Cores of the weight itself."""
-        equation = candidate.format.equation(self.layout.sizes)
-        number = {label: n for n, label in enumerate(equation.modes)}
-        labelled = zip(cores, equation.cores, strict=True)
+        number = {label: n for n, label in enumerate(self.equation.modes)}
+        labelled = zip(cores, self.equation.cores, strict=True)
         return [self._turned(core, [number.get(label, -1) for label in own], 1) for core, own in labelled]
-
-    def error(self, tensor: Tensor) -> float:
-        """The squared error of a whitened tensor, as a share of the outputs' square."""
-        return float(self.target.loss(self.plain(tensor) - self.target.weight) / self.target.norm)
 
     def raised(self, tensor: Tensor) -> Tensor:
         """A whitened tensor times the metric, which is near the identity in these coordinates."""
@@ -138,29 +142,12 @@ class Folded:
         raised = self.layout.fold(self.target.raised(self.plain(tensor)))
         return self._turned(raised, range(len(self.layout.modes)), 1)
 
-
-class Curve:
-    """What one candidate may become, from many ranks to few."""
-
-    def __init__(self, target: Target, candidate: Candidate) -> None:
-        self.candidate, self.target = candidate, target
-        self.folded = Folded(target, candidate.layout, candidate.whiten)
-        self.sizes, self.dense = candidate.layout.sizes, target.weight.numel()
-        self.equation = candidate.format.equation(self.sizes)
-        self.cores: list[Tensor] = []
-        if self.equation.is_tree:
-            caps = candidate.format.max_ranks(self.sizes)
-            cores = trees.decompose(self.equation, self.folded.tensor, 0.0, caps)
-            self.cores, values, log_scale = trees.singular_gauge(self.equation, cores)
-            self.cores[0] = self.cores[0] * log_scale.exp()
-            self.shares = [(own.square() / algebra.nonzero(own.square().sum())).tolist() for own in values]
-
     @cached_property
     def known(self) -> list[float] | None:
         """The squared error at every rank of a single bond; None where measuring some takes far less work."""
         if not self.equation.is_tree or len(self.shares) != 1:
             return None
-        if self.folded.exact:
+        if self.exact:
             lost = torch.tensor(self.shares[0], dtype=torch.float64)
             return [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]
         if self.candidate.kind != SVD:
@@ -173,7 +160,7 @@ class Curve:
         """The inner products, in the metric, of what the indices of a single bond contribute to the weight."""
         layout, moment = self.candidate.layout, self.target.moment
         assert moment is not None
-        weight = FactorizedWeight(self.candidate.format, layout, self.folded.plain_cores(self.candidate, self.cores))
+        weight = FactorizedWeight(self.candidate.format, layout, self.plain_cores(self.cores))
         own = [(core.detach(), labels) for core, labels in weight.operands()]
         _, inputs, *taps = layout.labels
         inside = [label for axis in ([inputs, *taps] if self.target.whole else [inputs]) for label in axis]
@@ -248,20 +235,21 @@ class Curve:
             for bond, rank in zip(self.equation.bonds, ranks, strict=True):
                 cores = algebra.keep(self.equation, cores, bond, torch.arange(rank, device=cores[0].device))
             return cores
-        return sketched(self.equation, self.folded.tensor, ranks)
+        return sketched(self.equation, self.tensor, ranks)
 
     def error(self, cores: Sequence[Tensor]) -> float:
-        """The squared error of whitened cores."""
-        return self.folded.error(algebra.dense(self.equation, cores))
+        """The squared error of whitened cores, as a share of the outputs' square."""
+        change = self.plain(algebra.dense(self.equation, cores)) - self.target.weight
+        return float(self.target.loss(change) / self.target.norm)
 
     def refined(self, cores: Sequence[Tensor], sweeps: int = SWEEPS) -> list[Tensor]:
         """Whitened cores nearer to the target in its exact metric: least squares for one core after another."""
         result = list(cores)
         if not self.equation.is_tree:
-            result = min(result, polished(self.equation, result, self.folded.tensor)[1], key=self.error)
-        if self.folded.exact and (self.known is not None or not self.equation.is_tree):  # no other cores are nearer
+            result = min(result, polished(self.equation, result, self.tensor)[1], key=self.error)
+        if self.exact and (self.known is not None or not self.equation.is_tree):  # no other cores are nearer
             return result
-        goal = self.folded.raised(self.folded.tensor)
+        goal = self.raised(self.tensor)
         for _ in range(sweeps):
             for k in range(len(result)):
                 result[k] = self._solved(result, k, goal)
@@ -276,7 +264,7 @@ class Curve:
 
         def normal(core: Tensor) -> Tensor:
             dense = algebra.contract([(core, self.equation.cores[k]), *others], self.equation.modes)
-            return back(self.folded.raised(dense))
+            return back(self.raised(dense))
 
         return conjugate_gradients(normal, back(goal), cores[k], STEPS)
 
