@@ -49,7 +49,7 @@ def refused(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("words", "exit_code", "message"),
-    [("inspect nowhere", 2, "nowhere does not exist"), ("--help", 0, ""), ("--version", 0, ""), ("train -h", 0, ""),
+    [("inspect nowhere", 2, "nowhere holds no finished run"), ("--help", 0, ""), ("--version", 0, ""), ("train -h", 0, ""),
      ("predict -h", 0, "")],
 )  # fmt: skip
 def test_help_and_a_run_that_does_not_exist_need_no_torch(words: str, exit_code: int, message: str) -> None:
@@ -78,7 +78,7 @@ def test_help_and_a_run_that_does_not_exist_need_no_torch(words: str, exit_code:
         ([*OWN[1:], "--device", "cuda:99"], "Choose auto, cpu, cuda, cuda:N or mps."),
         ([*OWN[1:], "--device", "mps"], "--device mps: "),
         ([*OWN[1:], "--device", "gpu"], "--device gpu: "),
-        (["--resume", "--out", "nowhere"], "nothing to resume in nowhere"),
+        (["--resume", "--out", "nowhere"], "nowhere/config.toml cannot be read"),
     ],
     ids=str,
 )
@@ -129,7 +129,7 @@ def test_finished_runs_are_wanted() -> None:
     Image.new("L", (28, 28)).save("a.png")
     for command in (["inspect"], ["evaluate"], ["predict"]):
         rest = ["a.png"] if command == ["predict"] else []
-        assert "nowhere does not exist" in refused(*command, "nowhere", *rest)
+        assert "nowhere holds no finished run" in refused(*command, "nowhere", *rest)
         assert "empty holds no finished run" in refused(*command, "empty", *rest)
     assert "nowhere is not a run folder" in refused("report", "nowhere")
     assert "empty" in refused("report", "empty")

@@ -78,9 +78,8 @@ def compress_(
 ) -> CompressReport:
     """Replace trained linear layers and convolutions by factorised ones under one budget, in place, without training.
 
-    For every layer, plain truncated SVD, trains in several layouts and orders, and the other formats compete at every
-    size. The budget is spent where it costs least; a layer may stay dense. Afterwards `fit` recovers accuracy. An error
-    leaves the model unchanged.
+    For every layer, plain truncated SVD and all formats compete at every size. The budget is spent where it costs
+    least; a layer may stay dense. Afterwards `fit` recovers accuracy. An error leaves the model unchanged.
 
     Args:
         model: a trained network.
@@ -153,10 +152,11 @@ def survey(
     places, found, kept = list(find_places(model)), dict[str, Any](), dict[str, str]()
     for place in places:
         name, layer, weight, kind = place.layer, place.module, place.weight, type(place.module).__name__
-        if "quantized" in type(layer).__module__:
-            raise ConversionError(f"{name!r} ({kind}) is quantised. Compress the network before it is quantised.")
-        if is_lazy(layer):
-            raise ConversionError(f"{name!r} ({kind}) is lazy. Run one batch through the model first.")
+        if "quantized" in type(layer).__module__ or is_lazy(layer):
+            why = (
+                "quantised: compress it before" if not is_lazy(layer) else "lazy: run one batch through the model first"
+            )
+            raise ConversionError(f"{name!r} ({kind}) is {why}.")
         for key, parameter in layer.named_parameters(recurse=False):
             if parameter.is_meta or not bool(parameter.isfinite().all()):
                 what = "has no values" if parameter.is_meta else "has NaN or infinite entries"

@@ -32,8 +32,7 @@ class Plan(NamedTuple):
 def contract(operands: Sequence[Operand], output: Labels, assumed: Mapping[str, int] | None = None) -> Tensor:
     """The einsum of any number of operands and labels, pair by pair along a path that keeps intermediates small.
 
-    `torch.einsum` goes from left to right, may form the dense tensor and knows 52 labels. The path must not depend on a
-    size that varies while the pass is traced: `assumed` has sizes to plan with in the place of such.
+    `torch.einsum` may form the dense tensor and knows 52 labels. `assumed` has sizes to plan with where traced ones vary.
     """
     work, known = list(operands), assumed or {}
     shaped = tuple(

@@ -20,8 +20,7 @@ SPARE = 2  # a decomposition starts with so many times its ranks: from there it 
 class CP(Format):
     """``ar, br, cr -> abc``: entry (i, j, k) is the sum of the products of row i, j and k of the cores.
 
-    With three modes or more no singular values tell which indices matter. Ranks are found by taking away one index
-    after another, the one that the others can best replace, and fitting the others again.
+    Ranks are found by taking away the index that the others can best replace, and fitting these again.
     """
 
     name: ClassVar[str] = "cp"

@@ -46,8 +46,7 @@ def round(equation: Equation, cores: Sequence[Tensor], tol: float, caps: Sequenc
 def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Cores whose indices are singular directions, the singular values of every bond, and the log of a common factor.
 
-    All cores but the first are orthonormal in the bond to their parent, so dropping the last indices of several bonds
-    projects the tensor once per bond: the errors add in squares at most. The factor keeps products in range.
+    Cores but the first are orthonormal in the bond to their parent: errors of cuts add in squares at most.
     """
     result = [core.double() for core in cores]
     log_scale, values = result[0].new_zeros(()), dict.fromkeys(equation.bonds, result[0])

@@ -1,8 +1,7 @@
 """``save_pretrained`` and ``from_pretrained`` of `transformers` for models with factorised layers.
 
-``config.json`` describes the weights as a quantisation method, which `transformers` asks for the layers to load into.
-It also names a file of weights that only this module corrects: without it, loading ends in an error instead of random
-dense layers, since the library skips methods that it does not know.
+``config.json`` describes the weights as a quantisation method, which `transformers` asks for the layers to load into,
+and names a file of weights that only this module corrects: without it loading fails, instead of random layers.
 """
 
 import json

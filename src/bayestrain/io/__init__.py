@@ -1,7 +1,6 @@
 """Models that leave the process: saved folders, ordinary PyTorch modules, and files for other runtimes.
 
-`save` and `load` keep the factorised layers, `to_plain` replaces them by PyTorch's own, and `export` writes a network
-or a posterior for a runtime that knows nothing of BayesTrain.
+`save` and `load` keep factorised layers, `to_plain` replaces them by PyTorch's own, `export` writes for other runtimes.
 """
 
 from bayestrain.io.export import ExportReport, export

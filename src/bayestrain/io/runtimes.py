@@ -27,8 +27,6 @@ def to_onnx(
     import onnxruntime  # type: ignore[import-untyped]
     import onnxscript.optimizer
 
-    if sum(tensor.nbytes for tensor in program.state_dict.values()) >= 2**31:
-        raise ConfigError("An ONNX file holds at most 2 GB. Use format='pt2', or weights='int8'.")
     odd = [spec.arg for spec in program.graph_signature.output_specs if not isinstance(spec.arg, TensorArgument)]
     if any(getattr(arg, "value", arg) is not None for arg in odd):  # a None is left out
         raise ConfigError("An ONNX file returns tensors, and this network a number or text, too. Leave that out.")

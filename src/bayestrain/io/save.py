@@ -40,9 +40,8 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     The JSON describes a network whose modules are all PyTorch's own, such as an `nn.Sequential` of layers, so that
     `load` builds it. The schema of the file is ``model.schema.json`` beside this module.
 
-    A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays.
-
-    Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
+    A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays. Remove lambda
+    first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
     if not isinstance(model, nn.Module | ParticleModel):
         raise ConfigError(f"Expected a torch.nn.Module or a posterior, got a {type(model).__name__}. Pass the model.")

@@ -31,8 +31,7 @@ def predict(
 ) -> None:  # fmt: skip
     """Predict classes or values, with probability or interval; a posterior also says how certain it is, and why.
 
-    Pictures of any size are scaled to that of the network's images. A run names the function that builds its network,
-    and that function is called: only use runs you trust.
+    Pictures may have any size. Only use runs you trust: the function that a run names is called.
 
     ```sh
     bayestrain predict runs/digits-seed0 seven.png

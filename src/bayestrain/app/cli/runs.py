@@ -19,8 +19,6 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RU
 
 def finished(folder: Path) -> "Run":
     """The finished run in a folder; a missing one is reported at once, before heavy imports."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
     if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} holds no finished run. To finish one: bayestrain train --resume --out {folder}")
     from bayestrain.app.report.read import read_run
@@ -119,8 +117,7 @@ def export(
     """Write a run's network or posterior as one file, after comparing its outputs with PyTorch's.
 
     It returns the mean prediction, and the total, aleatoric and epistemic uncertainty. Its metadata name the classes
-    and what pictures were normalised with. A run names the function that builds its network, and that function is
-    called: only use runs you trust.
+    and what pictures were normalised with. Only use runs you trust: the function that a run names is called.
 
     ```sh
     bayestrain export runs/digits-seed0

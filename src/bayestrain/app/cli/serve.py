@@ -24,7 +24,7 @@ def serve(
 ) -> None:
     """Serve a run's predictions: a page, POST /predict and GET /health. Needs pip install 'bayestrain[serve]'.
 
-    A run names the function that builds its network, and that function is called: only use runs you trust.
+    Only use runs you trust: the function that a run names is called.
 
     ```sh
     bayestrain serve runs/digits-seed0 --port 8000

@@ -106,8 +106,6 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
 
     if resumed is not None and file is None and "run.model" not in short:
         file = resumed / "config.toml"
-        if not file.is_file():
-            raise ConfigError(f"there is nothing to resume in {resumed}. Leave --resume out.")
     model, data = (short.get(key) for key in ("run.model", "run.data"))
     if file is None and bool(model) != bool(data):
         raise ConfigError("--model and --data go together. Give both, or a --config file that has the other.")
