@@ -49,8 +49,8 @@ def refused(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("words", "exit_code", "message"),
-    [("inspect nowhere", 2, "nowhere holds no finished run"), ("--help", 0, ""), ("--version", 0, ""), ("train -h", 0, ""),
-     ("predict -h", 0, "")],
+    [("inspect nowhere", 2, "nowhere holds no finished run"), ("--help", 0, ""), ("--version", 0, ""),
+     ("train -h", 0, ""), ("predict -h", 0, "")],
 )  # fmt: skip
 def test_help_and_a_run_that_does_not_exist_need_no_torch(words: str, exit_code: int, message: str) -> None:
     code = f"import sys; from bayestrain.app.cli import main; sys.argv = ['bayestrain', *{words.split()}]\n"

@@ -153,9 +153,7 @@ def survey(
     for place in places:
         name, layer, weight, kind = place.layer, place.module, place.weight, type(place.module).__name__
         if "quantized" in type(layer).__module__ or is_lazy(layer):
-            why = (
-                "quantised: compress it before" if not is_lazy(layer) else "lazy: run one batch through the model first"
-            )
+            why = "lazy: run one batch through the model first" if is_lazy(layer) else "quantised: compress it before"
             raise ConversionError(f"{name!r} ({kind}) is {why}.")
         for key, parameter in layer.named_parameters(recurse=False):
             if parameter.is_meta or not bool(parameter.isfinite().all()):

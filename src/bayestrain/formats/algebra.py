@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 def contract(operands: Sequence[Operand], output: Labels, assumed: Mapping[str, int] | None = None) -> Tensor:
     """The einsum of any number of operands and labels, pair by pair along a path that keeps intermediates small.
 
-    `torch.einsum` may form the dense tensor and knows 52 labels. `assumed` has sizes to plan with where traced ones vary.
+    `torch.einsum` may form the dense tensor and knows 52 labels. `assumed` has sizes to plan with where traces vary.
     """
     work, known = list(operands), assumed or {}
     shaped = tuple(

@@ -78,9 +78,7 @@ def bayestrain(
 def init(
     folder: Annotated[Path, typer.Argument(help="Where to write; created if necessary.", metavar="DIR")] = Path(),
 ) -> None:
-    """Write a small regression to start from: data, network, settings, and a README with the commands.
-
-    Everything runs as it is, and is meant to be replaced by your own. Files that exist are never overwritten.
+    """Write a small regression to replace by your own: data, network, settings, and a README. Overwrites nothing.
 
     ```sh
     bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first

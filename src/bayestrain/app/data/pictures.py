@@ -19,7 +19,7 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())  # the error that is 
 def read_picture(path: Path, shape: tuple[int, ...], invert: bool | None = None) -> tuple[NDArray[np.uint8], list[str]]:
     """Read a picture file as uint8 `shape`, (C, H, W); 1 channel is grey, 3 are red, green and blue. Also what changed.
 
-    `invert` swaps dark and bright. None does so for grey networks, which expect bright things on black, where the edge is
+    `invert` swaps dark and bright. None does so for grey networks, which expect bright things on black, if the edge is
     bright, unless the picture has the size of the network's images and nothing transparent.
     """
     channels, height, width = shape
