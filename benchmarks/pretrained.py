@@ -163,7 +163,7 @@ def curve_of(file: Path, name: str, kind: str) -> LayerCurve:
 def curves_of(pool: Executor, file: Path, model: nn.Module) -> Callable[[], Curves]:
     """The curves of all kinds, once they are there."""
     names = compression.survey(model)[0]
-    waiting = {kind: {n: pool.submit(curve_of, file, n, kind) for n in names} for kind in candidates.kinds()}
+    waiting = {kind: {n: pool.submit(curve_of, file, n, kind) for n in names} for kind in candidates.KINDS}
     return lambda: {kind: {n: each.result() for n, each in own.items()} for kind, own in waiting.items()}
 
 

@@ -175,7 +175,7 @@ def test_every_format_computes_what_it_says_and_is_saved(
 ) -> None:
     model, x = copy.deepcopy(trained[0]), trained[1]
     report = silent(model, ratio=2, formats=formats, calibration=[x])
-    assert {row.kind for row in report.layers} <= set(formats or bt.compress.candidates.kinds())
+    assert {row.kind for row in report.layers} <= set(formats or bt.compress.candidates.KINDS)
     row = report.layers[-1]
     layer, dense, found = model.get_submodule(row.name), trained[0].get_submodule(row.name), list[Tensor]()
     with dense.register_forward_pre_hook(lambda _, args: found.append(args[0])), torch.no_grad():

@@ -88,16 +88,13 @@ def train(
         again += "" if device == "auto" else f" --device {device}"
         error.add_note(again if checkpoint.exists() else "Nothing was saved yet: run the same command again.")
         raise
-    if not main:
-        return
     if talks:
         print_closing(folder)
-        return
-    from bayestrain.app.report import write_report
+    elif main:
+        from bayestrain.app.report import write_report
 
-    page = str(write_report(folder))
-    full = {**result, "folder": str(folder), "report": page}
-    print(json.dumps(full, indent=2, ensure_ascii=False) if as_json else page)
+        full = {**result, "folder": str(folder), "report": str(write_report(folder))}
+        print(json.dumps(full, indent=2, ensure_ascii=False) if as_json else full["report"])
 
 
 def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> "RunConfig":

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Generator, Tensor
@@ -90,8 +90,7 @@ class Images(Dataset[tuple[Tensor, int]]):
             yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
 
 
-@dataclass(frozen=True)
-class Splits:
+class Splits(NamedTuple):
     """Images to train with and to test, and the names of their labels."""
 
     train: Images

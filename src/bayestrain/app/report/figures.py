@@ -61,7 +61,8 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
             figure.legend(loc="outside upper left", ncols=2, columnspacing=1.0, handlelength=1.6)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plots.append(Plot(title, caption, _address("image/svg+xml", buffer)))
+    source = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+    plots.append(Plot(title, caption, source))
 
 
 def picture(pixels: Array) -> str:
@@ -69,11 +70,7 @@ def picture(pixels: Array) -> str:
     low, high = float(pixels.min()), float(pixels.max())
     scaled, buffer = (pixels - low) / max(high - low, 1e-30), io.BytesIO()
     imsave(buffer, scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0), cmap="gray", format="png")
-    return _address("image/png", buffer)
-
-
-def _address(kind: str, buffer: io.BytesIO) -> str:
-    return f"data:{kind};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def short(name: str) -> str:
