@@ -1,7 +1,4 @@
-"""Models that leave the process: saved folders, ordinary PyTorch modules, and files for other runtimes.
-
-`save` and `load` keep factorised layers, `to_plain` replaces them by PyTorch's own, `export` writes for other runtimes.
-"""
+"""Models that leave the process: saved folders, ordinary PyTorch modules, and files for other runtimes."""
 
 from bayestrain.io.export import ExportReport, export
 from bayestrain.io.plain import to_plain

@@ -68,8 +68,7 @@ def export(
     Args:
         model: any module, or a posterior with a classification or regression likelihood.
         path: the file to write, in a folder that exists; an older file is replaced.
-        format: "onnx"; "pt2", which `torch.export.load` reads; or "executorch", for devices, where the example has the
-            largest sizes there will be.
+        format: "onnx"; "pt2" for `torch.export.load`; or "executorch", where the example has the largest sizes.
         example: what to call the model with: a tensor, a tuple of them, or a dict of them by argument.
         dynamic: the axes whose size may vary and their names, such as ``{0: "batch", 1: "length"}``, for all inputs, or
             a list with those of each.

@@ -39,10 +39,9 @@ POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def to_plain(model: nn.Module) -> nn.Module:
     """Return a new model of ordinary PyTorch modules with the same outputs; `model` stays as it is.
 
-    A linear layer becomes an `nn.Sequential` of thin `nn.Linear`, a convolution one of thin convolutions, and an
-    embedding an `nn.Embedding` and an `nn.Linear`, or each the dense layer where that is smaller or multiplies less. A
-    paired linear weight becomes a generated `torch.fx.GraphModule` of reshapes and products. Other modules have their
-    parameters whole. Shared weights stay shared, hooks and frozen parameters stay; lambda is left out.
+    A layer becomes an `nn.Sequential` of thin ones, or the dense one where that is smaller or multiplies less, and one
+    with a paired weight a `torch.fx.GraphModule` of reshapes and products. Other modules have their parameters whole.
+    Shared weights, hooks and frozen parameters stay; lambda is left out.
     """
     return plain(model)
 

@@ -93,9 +93,8 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
 
     Args:
         path: the folder, or one of its files.
-        into: a freshly built network, before or after `tensorize_`. Its layers are replaced where they were factorised,
-            its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
-            It loses lambda, which no saved model has. It can be left out if all its modules are PyTorch's own.
+        into: a freshly built network, before or after `tensorize_`, which takes the layers, values and types of the
+            file, and is returned, or becomes the posterior's template. Not needed if all modules are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
     if not isinstance(into, nn.Module | None):

@@ -1,6 +1,5 @@
 """The commands of `bayestrain`, and how their errors are reported."""
 
-import errno
 import os
 import shutil
 import sys
@@ -32,9 +31,8 @@ class CleanErrors(TyperGroup):
         except BrokenPipeError:
             raise  # the reader of a pipe has gone, and click ends quietly
         except OSError as error:
-            room = " Make room first." if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
             what = "A file" if error.filename is None else error.filename
-            fail(error, f"{what} cannot be read or written: {error.strerror or error}.{room}")
+            fail(error, f"{what} cannot be read or written: {error.strerror or error}.")
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise

@@ -32,7 +32,6 @@ def compress(
 
     ```sh
     bayestrain compress --model nets:build --weights w.safetensors --ratio 4 --data nets:loader --out small
-    bayestrain compress --model nets:build --weights w.pt --tolerance 0.1 --out small
     bayestrain compress --model ./my-gpt2 --ratio 2 --out small
     ```
     """

@@ -44,9 +44,6 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index].float() / 255, int(self.labels[index])
 
-    def __repr__(self) -> str:
-        return f"Images({len(self)} of shape {tuple(self.images.shape[1:])} on {self.images.device})"
-
     def to(self, device: torch.device | str) -> Self:
         """The same images on `device`; `batches` then copies nothing between devices."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
@@ -102,8 +99,6 @@ def load(name: str) -> Splits:
     """Load "mnist-mini", which ships with BayesTrain: 10,000 and 2,000 digits of MNIST.
 
     >>> digits = load("mnist-mini")
-    >>> digits.train
-    Images(10000 of shape (1, 28, 28) on cpu)
     >>> images, labels = next(digits.train.batches(32, shuffle=False))
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))

@@ -100,8 +100,7 @@ def rank_plots(run: Run) -> list[Plot]:
 
 def _spectra(plots: list[Plot], run: Run) -> None:
     largest = sorted(run.spectra, key=lambda name: -run.result["layers"][name]["dense"])[:FEW_LAYERS]
-    caption = "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: "
-    caption += "where there is a gap between them, the choice of the tolerance hardly matters."
+    caption = "Before the final cut, relative to the bond’s largest index. Dots were kept, crosses were cut."
     caption += f" Only the {FEW_LAYERS} largest layers are shown." if len(run.spectra) > FEW_LAYERS else ""
     with drawn(plots, "Spectra at the final cut", caption, "rank index") as axes:
         for colour, name in zip(SERIES, largest, strict=False):
@@ -192,8 +191,7 @@ def _sources(plots: list[Plot], found: Arrays, good: Array) -> None:
     aleatoric, epistemic = (found[name].ravel() for name in ("aleatoric", "epistemic"))
     *names, unit = ("right", "wrong", "nats") if "labels" in found else ("in the 90% interval", "outside", "variance")
     share = percent(epistemic.sum() / (aleatoric + epistemic).sum(), 1)
-    caption = f"Aleatoric uncertainty is noise in the data. Epistemic uncertainty, {share} of the total, is where the "
-    caption += "particles disagree; more data would reduce it."
+    caption = f"Aleatoric: noise in the data. Epistemic, {share} of the total: disagreement; more data would reduce it."
     x, y = f"aleatoric ({unit})", f"epistemic ({unit})"
     with drawn(plots, "Where uncertainty comes from", caption, x, y) as axes:
         for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):
