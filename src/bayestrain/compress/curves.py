@@ -28,8 +28,7 @@ FITTED_AT = (0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.04)
 """Shares of the dense size at which a network with loops or shared bonds is fitted, where that takes seconds."""
 
 
-Sized = tuple[int, float, tuple[int, ...]]
-"""Entries, an estimate of the squared error, and ranks."""
+Sized = tuple[int, float, tuple[int, ...]]  # entries, an estimate of the squared error, and ranks
 
 
 @dataclass(frozen=True)

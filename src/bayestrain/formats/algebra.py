@@ -14,10 +14,8 @@ from torch import Tensor
 from bayestrain.formats.equation import Equation, Labels
 
 Operand = tuple[Tensor, Labels]
-Shaped = tuple[Labels, tuple[int, ...]]
-"""The labels and sizes of an operand's axes."""
-Step = tuple[int, int, Labels]
-"""Two operands to contract, by number, and the labels of the result, which goes to the end of the list."""
+Shaped = tuple[Labels, tuple[int, ...]]  # the labels and sizes of an operand's axes
+Step = tuple[int, int, Labels]  # two operands to contract, by number, and the labels of the result, which goes last
 
 
 class Plan(NamedTuple):

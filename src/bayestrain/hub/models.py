@@ -106,16 +106,22 @@ def tie_(model: Any) -> set[str]:
     return set(tied)
 
 
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The factorised weights of a model, as JSON holds them."""
+    found = described(model)
+    for path, about in found.items():
+        weight: Any = model.get_submodule(path)
+        about |= {"ranks": weight.ranks, "lambda": weight.rank_state is not None}
+    return found
+
+
 save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings
 load = PreTrainedModel.from_pretrained.__func__
 
 
 @wraps(save)
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    config, weights = self.config, described(self)
-    for path, about in weights.items():
-        weight = self.get_submodule(path)
-        about |= {"ranks": weight.ranks, "lambda": weight.rank_state is not None}
+    config, weights = self.config, describe(self)
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if PLAIN in vars(self):

@@ -95,8 +95,8 @@ def export(
     calls = [_resized(inputs, axes, spec, own) for own in (sizes, other, sizes | dict.fromkeys(rows, 1))]
     forward = inspect.signature((model.template if isinstance(model, ParticleModel) else model).forward).parameters
     known = [name for name, own in forward.items() if own.kind == own.POSITIONAL_OR_KEYWORD]
-    number = len(calls[0][0])
-    names = [*[*known, *(f"input_{k}" for k in range(len(known), number))][:number], *calls[0][1]]
+    args, kwargs = calls[0]
+    names = [*[*known, *(f"input_{k}" for k in range(len(known), len(args)))][: len(args)], *kwargs]
     network = Mixture(model) if isinstance(model, ParticleModel) else model
     network = plain(network, smallest=True, folds=format == "onnx").cpu().eval()
     share_(network)

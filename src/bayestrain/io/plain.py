@@ -27,9 +27,8 @@ from bayestrain.nn.layer import TensorLayer, is_lazy
 from bayestrain.nn.linear import TensorLinear
 from bayestrain.nn.parameters import is_parametrised, take_
 
-SLACK, ROWS = 1.1, 64
-"""How much larger than the cores the smallest form may be, and the batch that products core by core are planned for."""
-
+SLACK = 1.1  # how much larger than the cores the smallest form may be
+ROWS = 64  # the batch that products core by core are planned for
 SMALL = 0.4  # thin products with at most this share of the dense multiplications are faster in onnxruntime, as measured
 PLAIN = "made_plain"  # attribute of models of `transformers` that `to_plain` made, which they themselves cannot save
 

@@ -16,8 +16,7 @@ from bayestrain.errors import ConfigError
 
 FOLDED = 16  # entries of tensors that are computed in advance; more would put products of weights beside the weights
 
-Written = tuple[bytes, int, Callable[..., Any]]
-"""Bytes of a file, how many operations it has, and what runs it."""
+Written = tuple[bytes, int, Callable[..., Any]]  # bytes of a file, how many operations it has, and what runs it
 
 
 def to_onnx(

@@ -18,8 +18,7 @@ from bayestrain.app.report.facts import FEW_LAYERS, covered, percent
 from bayestrain.app.report.read import Array, Arrays, Run
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
-"""After Okabe and Ito: colours that colour-blind readers can tell apart."""
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)  # after Okabe and Ito: colour-blind readers tell them apart
 CURVES = {
     "Size": ("parameters", "parameters", 1, ""),
     "Log likelihood": ("log likelihood per example", "train_loss", -1, "log_likelihood"),

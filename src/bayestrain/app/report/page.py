@@ -12,8 +12,7 @@ from bayestrain.app.report.facts import Table, advice, join, layer_table, number
 from bayestrain.app.report.read import Run, load, read_run
 from bayestrain.files import reading, write_atomically
 
-Section = dict[str, Any]
-"""The arguments of the macro `section` in base.html.j2."""
+Section = dict[str, Any]  # arguments of the macro `section` in base.html.j2
 
 
 def write_report(folder: Path | str) -> Path:
