@@ -147,7 +147,7 @@ def write_targets(file: Path, model: nn.Module, batches: Sequence[Tensor] | None
     if batches is not None:
         passing = copy.deepcopy(model).to(batches[0].device)
         known = moments.collect(passing, compression.survey(passing)[0], batches, quiet)
-        found = {name: own.matrix.cpu() for name, own in known.items()}
+        found = {name: own.cpu() for name, own in known.items()}
     layers = compression.survey(model)[0].items()
     torch.save({name: (layer.weight.detach().clone(), found.get(name)) for name, layer in layers}, file)
 

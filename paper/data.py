@@ -125,5 +125,6 @@ def _prepared(
         return x
 
     scaled = (splits.mean, splits.std) if normalize else (None, None)
-    parts = ((train, prepare), (validation, scale), (splits.test, scale))
-    return PaperData(*(replace(images, augment=change) for images, change in parts), splits.classes, *scaled)
+    return PaperData(
+        train.augmented(prepare), validation.augmented(scale), splits.test.augmented(scale), splits.classes, *scaled
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """`Images` and `Splits`, on the digits that ship with the package and the decoder of their format."""
 
-import dataclasses
 import gzip
 import struct
 import subprocess
@@ -68,7 +67,7 @@ def test_shuffled_batches_are_a_reproducible_permutation(digits: data.Splits) ->
 
 
 def test_augment_and_device(digits: data.Splits) -> None:
-    inverted = dataclasses.replace(digits.test, augment=lambda x: 1 - x)
+    inverted = digits.test.augmented(lambda x: 1 - x)
     batches = list(inverted.batches(300, shuffle=False, device="cpu"))
     assert torch.equal(batches[0][0], 1 - digits.test.images[:300].float() / 255)
     assert torch.equal(inverted.to("cpu").labels, digits.test.labels)
@@ -139,8 +138,7 @@ def test_blocks_for_a_gpu_are_the_same_batches_augmented_at_once(
             patch.setattr(torch.Tensor, "to", lambda self, *_: self)
             patch.setattr(torch, "device", lambda _: place)
             augment = lambda x: seen.append(len(x)) or x  # type: ignore[func-returns-value]  # noqa: E731
-            changed = dataclasses.replace(digits.test, augment=augment)
-            return list(changed.batches(300, shuffle=True, generator=generator, device="x"))
+            return list(digits.test.augmented(augment).batches(300, shuffle=True, generator=generator, device="x"))
 
     blocks, one_by_one = epoch(OnGpu()), epoch(torch.device("cpu"))
     assert seen == [900, 900, 200, *[300] * 6, 200]

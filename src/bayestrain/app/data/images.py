@@ -48,6 +48,10 @@ class Images(Dataset[tuple[Tensor, int]]):
         """The same images on `device`; `batches` then copies nothing between devices."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
+    def augmented(self, augment: Callable[[Tensor], Tensor] | None) -> Self:
+        """The same images, whose batches are augmented by `augment`."""
+        return replace(self, augment=augment)
+
     def subset(self, indices: Tensor | Sequence[int]) -> Self:
         """The images at `indices`, in that order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
@@ -64,7 +68,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         if not 0 < fraction < 1 or held.all() or not held.any():
             raise ConfigError(f"The fraction {fraction} of {len(self)} images leaves a part empty. Try one near 0.5.")
         rest, held_out = (self.subset(chosen.nonzero().squeeze(1)) for chosen in (~held, held))
-        return rest, replace(held_out, augment=None)
+        return rest, held_out.augmented(None)
 
     def batches(
         self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
