@@ -3,6 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
+export PYTHONPATH := $(CURDIR)
 .PHONY: help install demo test test-fast test-faults fuzz soak coverage mutants lint docs wheel lock clean
 .PHONY: bench bench-gpu bench-layers bench-pretrained bench-export bench-posterior bench-uci record-finetune record-gpt
 

@@ -5,7 +5,7 @@
     python benchmarks/pretrained.py FOLDER --resume          # keep the rows that an earlier run has left
     python benchmarks/pretrained.py --page                   # only write the page of results again
 
-The networks are those of akamaster/pytorch_resnet_cifar10, the data CIFAR-10 (`bayestrain data get cifar10`).
+The networks are those of akamaster/pytorch_resnet_cifar10, the data CIFAR-10 (`python -m paper.fetch cifar10`).
 Calibration uses training images without their labels. Layers are decomposed in several processes. Writes
 ``results/benchmarks/pretrained.json`` after every row and, beside it, ``PRETRAINED.md``.
 """
@@ -39,6 +39,7 @@ from bayestrain.compress.compression import LayerCurve
 from bayestrain.compress.curves import Point, Target, points
 from bayestrain.files import write_atomically
 from bayestrain.train.environment import describe_environment
+from paper import fetch
 
 RESULTS = Path(__file__).parents[1] / "results" / "benchmarks"
 RATIOS = (2, 3, 4, 6)
@@ -146,7 +147,7 @@ def write_targets(file: Path, model: nn.Module, batches: Sequence[Tensor] | None
     if batches is not None:
         passing = copy.deepcopy(model).to(batches[0].device)
         known = moments.collect(passing, compression.survey(passing)[0], batches, quiet)
-        found = {name: own.matrix.cpu() for name, own in known.items()}
+        found = {name: own.cpu() for name, own in known.items()}
     layers = compression.survey(model)[0].items()
     torch.save({name: (layer.weight.detach().clone(), found.get(name)) for name, layer in layers}, file)
 
@@ -162,7 +163,7 @@ def curve_of(file: Path, name: str, kind: str) -> LayerCurve:
 def curves_of(pool: Executor, file: Path, model: nn.Module) -> Callable[[], Curves]:
     """The curves of all kinds, once they are there."""
     names = compression.survey(model)[0]
-    waiting = {kind: {n: pool.submit(curve_of, file, n, kind) for n in names} for kind in candidates.kinds()}
+    waiting = {kind: {n: pool.submit(curve_of, file, n, kind) for n in names} for kind in candidates.KINDS}
     return lambda: {kind: {n: each.result() for n, each in own.items()} for kind, own in waiting.items()}
 
 
@@ -426,7 +427,7 @@ def main() -> None:
     if options.folder is None:
         parser.error("name the folder of the pretrained weights")
     torch.backends.cudnn.allow_tf32 = False
-    splits = bt.data.load("cifar10")
+    splits = fetch.load("cifar10")
     tested = (splits.train if options.validation else splits.test).to(options.device)
     images, labels = tested.images[-options.images :], tested.labels[-options.images :]
     batches = normalised(splits.train.images[: options.calibration].to(options.device) / 255).split(128)

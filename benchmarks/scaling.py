@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayestrain as bt
-from bayestrain.app.data import load
 from bayestrain.files import write_json
 from bayestrain.nn import TensorizeConfig, tensorize_
 from bayestrain.nn.fast import fast
@@ -98,7 +97,12 @@ def convolutional() -> nn.Module:
 
 def trained(kind: str, width: int, steps: int, epochs: int, name: str) -> Any:
     """A run of `fit` with so many steps per epoch, that neither cuts nor aligns."""
-    pictures = load(name).train
+    if name == "mnist-mini":
+        pictures = bt.data.load(name).train
+    else:
+        from paper import fetch  # which is there in the root of the repository
+
+        pictures = fetch.load(name).train
     x, y = next(iter(pictures.batches(steps * BATCH, shuffle=False, generator=None, device=torch.device("cpu"))))
     own: dict[str, Any] = {"prior": PriorConfig(align_every=0), "compact_every": 0, "finetune_epochs": 0}
     own |= {"epochs": epochs, "batch_size": BATCH, "progress": False, "threads": 1, "lr": 1e-3}

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bayestrain import data
 from bayestrain.app.data import Images
-from paper import augment
+from paper import augment, fetch
 from paper.published import PAPER
 
 Change = Callable[[Tensor], Tensor]
@@ -96,7 +95,7 @@ def shuffled_patches(images: Tensor, side: int = 4, seed: int = 0) -> Tensor:
 
 
 def _beside_fashion(found: PaperData) -> PaperData:
-    return replace(found, outside=_named(data.load("fashion-mnist").test, "fashion-mnist"))
+    return replace(found, outside=_named(fetch.load("fashion-mnist").test, "fashion-mnist"))
 
 
 def _beside_patches(found: PaperData) -> PaperData:
@@ -114,7 +113,7 @@ def _prepared(
     name: str, before: Change | None = None, after: Change | None = None, *, normalize: bool = True
 ) -> PaperData:  # fmt: skip
     """Training images are changed `before` and `after` they are normalised, the others only normalised."""
-    splits = data.load(name)
+    splits = fetch.load(name)
     held_out = PAPER["mnist" if name == "mnist" else "cifar10-cnn"].held_out
     train, validation = splits.train.split(held_out, seed=0)
     scale = splits.normalize if normalize else None

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 import bayestrain as bt
-from bayestrain.compress.candidates import kinds
+from bayestrain.compress.candidates import KINDS
 from bayestrain.files import write_json
 from bayestrain.train.environment import describe_environment
 from benchmarks.pretrained import accuracy, normalised, pretrained
+from paper import fetch
 from paper.augment import flip, pad_crop
 
 VALIDATION_SEED = 0
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the result, the networks and checkpoints")
     parser.add_argument("--depth", type=int, default=56, choices=(20, 32, 56))
     parser.add_argument("--ratio", type=float, default=2.0, help="how many times smaller")
-    parser.add_argument("--formats", nargs="+", choices=kinds(), help="what compress_ may use; all, if left out")
+    parser.add_argument("--formats", nargs="+", choices=KINDS, help="what compress_ may use; all, if left out")
     parser.add_argument("--calibration", type=int, default=1_024, help="training images for calibration")
     parser.add_argument("--teacher", type=int, help="depth of the teacher; the original, if left out; 0: none")
     parser.add_argument("--epochs", type=int, default=20, help="0: only compress")
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code, where there is no git to ask")
     given = parser.parse_args()
 
-    splits, validation = bt.data.load("cifar10"), None
+    splits, validation = fetch.load("cifar10"), None
     test, train = splits.test.subset(range(len(splits.test))[: given.images]), splits.train
     if given.hold_out:
         train, validation = train.split(given.hold_out, VALIDATION_SEED)

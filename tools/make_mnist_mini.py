@@ -1,12 +1,11 @@
 """Make the data set "mnist-mini" that ships with BayesTrain from the official MNIST files.
 
-    python tools/make_mnist_mini.py [--mnist FOLDER] [--into FOLDER]
+    python -m tools.make_mnist_mini [--mnist FOLDER] [--into FOLDER]
 
 Takes the first 1,000 digits of each class from the official training files and the first 200 of each class
 from the official test files, keeps them in file order, and writes them as four idx files, gzip level 9
 without time or name. There is no randomness: the idx content is the same everywhere, and so are the .gz
-bytes wherever Python is built on classic zlib. Prints the lines for the table of checksums in
-`src/bayestrain/app/data/catalog.toml`.
+bytes wherever Python is built on classic zlib. Prints the checksums.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import struct
 from collections import Counter
 from pathlib import Path
 
-from bayestrain import data
+from bayestrain.app import data
+from paper.fetch import SPECS, get
 
 PIXELS = 28 * 28
 PER_CLASS = (1_000, 200)  # of the training and of the test files
@@ -38,7 +38,7 @@ def first_of_each_class(labels: bytes, per_class: int) -> list[int]:
 
 def make(found: Path, into: Path) -> list[Path]:
     """Write the four files into `into` and return their paths."""
-    files = data.SPECS["mnist"].files
+    files = SPECS["mnist"].files
     contents = {file.name: file.read(found) for file in files}
     names = [file.name for file in files]  # training images and labels, test images and labels
     written = []
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--mnist", type=Path, help="folder of the official files (default: fetch them)")
     parser.add_argument("--into", type=Path, default=PACKAGE, help="default: the package")
     arguments = parser.parse_args()
-    for path in make(arguments.mnist or data.get("mnist"), arguments.into):
+    for path in make(arguments.mnist or get("mnist"), arguments.into):
         print(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name} ({path.stat().st_size} bytes)")
 
 

@@ -1,8 +1,4 @@
-"""BayesTrain: compact neural networks for PyTorch that find their own tensor ranks while they train.
-
-Names are loaded when they are first used, so importing the package is light and `bayestrain --help` does not wait for
-torch.
-"""
+"""BayesTrain: compact neural networks for PyTorch that find their own tensor ranks while they train."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -47,7 +43,7 @@ _ROOMS = {*_HOMES.values(), "app", "errors", "formats", "hub", "infer", "nn", "p
 watch()  # models of transformers save and load with their own methods
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Any:  # names load when they are first used: `bayestrain --help` does not wait for torch
     if name in _ROOMS:
         return import_module(f"bayestrain.{name}")
     if name == "data":

@@ -1,7 +1,4 @@
-"""The few exceptions and warnings that BayesTrain raises on purpose.
-
-Every message states the rule, the value that broke it, and what to type next.
-"""
+"""Exceptions and warnings; every message states the rule, the value that broke it, and what to type next."""
 
 from typing import SupportsIndex
 
@@ -41,10 +38,8 @@ class Interrupted(BayesTrainError):
     """The user stopped a run. `folder` holds the checkpoint to resume from."""
 
     def __init__(self, folder: str, epoch: int) -> None:
-        super().__init__(
-            f"Stopped. The checkpoint of epoch {epoch} is in {folder}. Resume with bayestrain train --resume --out "
-            f"{folder}, or with the same call of fit and resume=True."
-        )
+        again = f"bayestrain train --resume --out {folder}, or with the same call of fit and resume=True"
+        super().__init__(f"Stopped. The checkpoint of epoch {epoch} is in {folder}. Resume with {again}.")
         self.folder, self.epoch = folder, epoch
 
 

@@ -13,16 +13,11 @@ from safetensors import SafetensorError
 
 from bayestrain.errors import DataError, WriteError
 
-CHECKSUMS = "checksums.json"
-"""The file with the SHA-256 of all others of a finished run."""
+CHECKSUMS = "checksums.json"  # the SHA-256 of all other files of a finished run
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write the whole file or nothing: to a temporary file beside it, then moved into place.
-
-    The temporary name is unpredictable and must not exist yet, so a planted symlink is never followed.
-    If `path` itself is a symlink, the link is replaced and its target stays as it is.
-    """
+    """Write the whole file or nothing: to a file of an unpredictable name, moved into place. No link is followed."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
     try:

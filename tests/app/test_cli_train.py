@@ -210,7 +210,9 @@ def test_the_files_of_init_train_and_predict(started: Path, monkeypatch: pytest.
         assert row["low"] < row["prediction"] < row["high"]
         assert row["total"] == pytest.approx(row["aleatoric"] + row["epistemic"])
     assert "of the variance" in answer("predict", "posterior", "new.csv")
-    assert answer("report", "first", "posterior") == "comparison.html\n"
+    lines = answer("report", "first", "posterior").splitlines()
+    assert lines[:2] == ["first/report.html", "posterior/report.html"]
+    assert any(line.split() == ["posterior.particles", "1", "2"] for line in lines)
     assert "RMSE (test)" in answer("evaluate", "posterior")
     assert "each of 2 particles" in answer("inspect", "posterior")
     assert "Predicted and true values" in (started / "posterior/report.html").read_text()
@@ -227,8 +229,11 @@ def test_inputs_of_every_kind_give_the_same_prediction(run: Path) -> None:
     Path("rows.csv").write_text("\n".join(",".join(repr(float(v)) for v in row) for row in x) + "\n")
     np.save("rows.npy", x.double().numpy())
     torch.save(x, "rows.pt")
+    Path("rows.json").write_text(json.dumps({"inputs": x.tolist()}))
     torch.save(x[0], "row.pt")
-    answers = [json.loads(answer("predict", str(run), f"rows.{kind}", "--json")) for kind in ("csv", "npy", "pt")]
+    answers = [
+        json.loads(answer("predict", str(run), f"rows.{kind}", "--json")) for kind in ("csv", "json", "npy", "pt")
+    ]
     for rows in answers:
         for row, same in zip(rows, answers[0], strict=True):
             assert row["probabilities"] == pytest.approx(same["probabilities"])
@@ -238,13 +243,12 @@ def test_inputs_of_every_kind_give_the_same_prediction(run: Path) -> None:
     assert answers[0][1]["input"] == "rows.csv, row 2"
 
 
-def test_inspect_shows_ranks_and_plans(run: Path) -> None:
+def test_inspect_shows_ranks(run: Path) -> None:
     text = answer("inspect", str(run))
     result = json.loads((run / "result.json").read_text())
     for words in ("layer", "ranks", "whole network", f"{result['parameters']:,}", f"{result['dense_parameters']:,}"):
         assert words in text
-    assert json.loads(answer("inspect", str(run), "--json")) == result
-    assert all(name in answer("inspect", str(run), "--plan") for name in result["ranks"])
+    assert all(name in text for name in result["ranks"])
 
 
 def test_evaluate_gives_the_same_figures_again(run: Path) -> None:
@@ -279,12 +283,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_resume(home: Path) ->
     assert epochs == list(range(102))
 
 
-def test_the_data_commands_and_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
-    text = answer("data", "list")
-    assert all(name in text for name in ("mnist-mini", "fashion-mnist", "cifar10", str(tmp_path / "cache")))
-    assert [line.split()[0] for line in text.splitlines() if " yes " in line] == ["mnist-mini"]
-    assert Path(answer("data", "get", "mnist-mini").strip()).name == "mnist_mini"
+def test_the_version() -> None:
     assert bayestrain.__version__ in answer("--version")
 
 

@@ -126,7 +126,7 @@ def test_a_file_that_is_not_an_image_is_refused(damage: str, tmp_path: Path) -> 
         path.write_bytes(path.read_bytes()[:500])
     elif damage != "missing":
         path.write_text("no image" if damage == "text" else "")
-    with pytest.raises(DataError, match=r"a\.png (is not an image|cannot be read as an image)"):
+    with pytest.raises(DataError, match=r"a\.png cannot be read as an image: "):
         read_picture(path, GRAY)
 
 
@@ -155,7 +155,7 @@ def test_postscript_never_starts_a_program(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     path = tmp_path / "a.png"
     path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(DataError, match=r"a\.png is not an image, or not one of PNG, JPEG"):
+    with pytest.raises(DataError, match=r"a\.png cannot be read as an image: .* Formats: PNG, JPEG"):
         read_picture(path, GRAY)
     assert not (tmp_path / "started").exists()
 
@@ -164,5 +164,5 @@ def test_a_picture_of_too_many_pixels_is_refused(tmp_path: Path, monkeypatch: py
     Image.new("L", (64, 64)).save(tmp_path / "a.png")
     for limit in (100, 3_000):  # Pillow's error for twice its limit, and its warning below
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(DataError, match="far too many pixels"):
+        with pytest.raises(DataError, match="exceeds limit"):
             read_picture(tmp_path / "a.png", GRAY)

@@ -28,12 +28,12 @@ FULL = [starts for _, _, _, starts, _ in LAYERS.values()]
 @pytest.mark.parametrize(
     ("ends", "wanted", "unwanted"),
     [
-        ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20, so the data", "collapsed"),
+        ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20. If accuracy", "collapsed"),
         ([[6, 20, 3], [20], [4, 20, 8, 2]], "for example to 40", "No rank was pruned"),
         ([[18, 7, 9], [7], [4, 8, 8, 2]], "Nothing here", "maximum rank"),  # their modes limit these bonds
         (FULL, "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
          "max"),
-        ([[6, 9, 3], [1], [1, 1, 1, 1]], "2 layers collapsed to rank 1 (fc1, fc2), which may be a bottleneck", "max"),
+        ([[6, 9, 3], [1], [1, 1, 1, 1]], "2 layers collapsed to rank 1: fc1, fc2. If they are bottlenecks", "max"),
     ],
 )  # fmt: skip
 def test_ranks(tmp_path: Path, ends: list[list[int]], wanted: str, unwanted: str) -> None:

@@ -4,10 +4,10 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from networks import Written
+from networks import Written, written
 from torch import Tensor, nn
 
-from bayestrain.formats import Equation, Format, TensorTrain, algebra
+from bayestrain.formats import Format, TensorTrain, algebra
 from bayestrain.nn import FactorizedWeight, Layout
 from bayestrain.prior.density import conditional_mode
 
@@ -20,7 +20,7 @@ OTHERS = {
     "apart": "ax, xb, c -> abc",  # one core without bonds
 }
 NETWORKS: dict[str, Format] = {"tt": TensorTrain(), "twenty": TensorTrain()}  # a train of three modes and one of twenty
-NETWORKS |= {kind: Written(Equation.parse(text)) for kind, text in OTHERS.items()}
+NETWORKS |= {kind: Written(written(text)) for kind, text in OTHERS.items()}
 FORMATS = ("tt", "tucker", "tucker2", "ring", "cp")
 """The others are for what holds of any equation."""
 

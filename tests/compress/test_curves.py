@@ -11,7 +11,7 @@ from compress_kit import SHAPES, moment, target, truncated
 from torch.testing import assert_close
 
 from bayestrain.compress.budget import front
-from bayestrain.compress.candidates import Candidate, candidates, checked_kinds, fold, kinds
+from bayestrain.compress.candidates import KINDS, Candidate, candidates, checked_kinds, fold
 from bayestrain.compress.curves import RIDGE, Curve, Target, conjugate_gradients, points
 from bayestrain.errors import ConfigError
 from bayestrain.formats import algebra, get
@@ -24,7 +24,7 @@ CALIBRATED = ("", "patches", "channels")
 def test_no_layer_is_worse_than_truncated_svd(shape: tuple[int, ...], calibrated: str) -> None:
     """Of both unfoldings, at every rank; with calibration of the weight as it is and whitened."""
     own, (outputs, inputs, *taps) = target(shape, calibrated), shape
-    found, dense = front(points(own, candidates(shape, kinds()))), own.weight.numel()
+    found, dense = front(points(own, candidates(shape, KINDS))), own.weight.numel()
     by_outputs, by_inputs = own.weight.flatten(1), own.weight.movedim(1, -1).reshape(-1, inputs)
     tried = 0
     for root in roots(own):
@@ -60,14 +60,14 @@ def roots(own: Target) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_fronts_fall_and_points_keep_their_promise(shape: tuple[int, ...], calibrated: str) -> None:
     own = target(shape, calibrated)
-    found = front(points(own, candidates(shape, kinds())))
+    found = front(points(own, candidates(shape, KINDS)))
     assert len(found) > 5
     assert all(a.size < b.size and a.error > b.error for a, b in pairwise(found))
     for point in found[:: max(len(found) // 6, 1)]:
         assert point.candidate is not None
         curve = Curve(own, point.candidate)
         cores = curve.cut(point.ranks)
-        plain = curve.folded.plain_cores(point.candidate, cores)
+        plain = curve.plain_cores(cores)
         weight = point.candidate.layout.unfold(algebra.dense(curve.equation, plain))
         assert sum(core.numel() for core in plain) == point.size < own.weight.numel()
         assert_close(float(own.loss(weight - own.weight) / own.norm), point.error, rtol=1e-6, atol=1e-9)
@@ -125,7 +125,7 @@ def test_whitened_svd_is_the_optimum_that_a_search_finds(shape: tuple[int, ...])
 
 
 @pytest.mark.parametrize("calibrated", CALIBRATED)
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "svd"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "svd"])
 def test_refinement_never_loses_and_often_gains(kind: str, calibrated: str) -> None:
     own, gained = target(SHAPES["kernel"], calibrated), []
     for candidate in candidates(SHAPES["kernel"], (kind,)):
@@ -135,7 +135,7 @@ def test_refinement_never_loses_and_often_gains(kind: str, calibrated: str) -> N
         before, after = curve.error(cores), curve.error(curve.refined(cores))
         assert after <= before * (1 + 1e-9)
         gained.append(after < 0.999 * before)
-    assert any(gained) or (curve.folded.exact and not curve.equation.is_tree)  # a fit in the exact metric is at its end
+    assert any(gained) or (curve.exact and not curve.equation.is_tree)  # a fit in the exact metric is at its end
 
 
 def test_the_ridge_is_small_and_gives_unseen_directions_a_weight() -> None:
@@ -152,8 +152,8 @@ def test_conjugate_gradients_solve() -> None:
 
 def test_every_candidate_folds_and_unfolds() -> None:
     for shape in SHAPES.values():
-        weight, found = torch.randn(shape), candidates(shape, kinds())
-        assert {each.kind for each in found} == set(kinds())
+        weight, found = torch.randn(shape), candidates(shape, KINDS)
+        assert {each.kind for each in found} == set(KINDS)
         for each in found:
             assert_close(each.layout.unfold(each.layout.fold(weight)), weight, rtol=0, atol=0)
             assert math.prod(each.layout.sizes) == weight.numel(), "no padding"
@@ -166,7 +166,7 @@ def test_truncated_svd_has_two_modes_of_whole_axes() -> None:
 
 
 def test_kinds_are_checked() -> None:
-    assert checked_kinds(None) == kinds()
+    assert checked_kinds(None) == KINDS
     assert checked_kinds("svd") == ("svd",)
     for wrong in ((), ("svd", "qr"), "qr"):
         with pytest.raises(ConfigError, match="formats must be some of"):

@@ -9,17 +9,24 @@ from torch import Tensor
 
 from bayestrain.formats import Equation, Format
 
+
+def written(text: str) -> Equation:
+    """The equation that reads like this, with labels of single characters."""
+    left, _, right = text.replace(" ", "").partition("->")
+    return Equation(tuple(tuple(core) for core in left.split(",")), tuple(right))
+
+
 NAMED = {
-    "train": Equation.parse("ax, xby, yc -> abc"),
-    "cp": Equation.parse("ar, br, cr -> abc"),
-    "tucker": Equation.parse("xyz, ax, by, cz -> abc"),
-    "tucker-2, one mode without a core": Equation.parse("xbz, ax, cz -> abc"),
-    "ring": Equation.parse("rax, xby, ycr -> abc"),
-    "star": Equation.parse("xyzw, ax, by, cz, dw -> abcd"),
-    "shared bond beside a chain": Equation.parse("axr, xbr, cr -> abc"),
-    "core without bonds": Equation.parse("a, bx, xc -> abc"),
-    "weights along a shared bond": Equation.parse("ar, br, r -> ab"),
-    "one core": Equation.parse("ab -> ab"),
+    "train": written("ax, xby, yc -> abc"),
+    "cp": written("ar, br, cr -> abc"),
+    "tucker": written("xyz, ax, by, cz -> abc"),
+    "tucker-2, one mode without a core": written("xbz, ax, cz -> abc"),
+    "ring": written("rax, xby, ycr -> abc"),
+    "star": written("xyzw, ax, by, cz, dw -> abcd"),
+    "shared bond beside a chain": written("axr, xbr, cr -> abc"),
+    "core without bonds": written("a, bx, xc -> abc"),
+    "weights along a shared bond": written("ar, br, r -> ab"),
+    "one core": written("ab -> ab"),
 }
 
 
@@ -73,7 +80,7 @@ class Star(Format):
 
     def equation(self, modes: Sequence[int]) -> Equation:
         if len(modes) == 1:
-            return Equation.parse("a -> a")
+            return written("a -> a")
         cores = [(f"m{k}", "x", "s") if k < 2 else (f"m{k}", "s") for k in range(len(modes))]
         return Equation(tuple(cores), tuple(f"m{k}" for k in range(len(modes))))
 

@@ -104,7 +104,7 @@ def test_a_new_folder_where_none_can_be_made(tmp_path: Path) -> None:
         bt.save(network(), tmp_path / "file" / "folder")
     for name in ("model.json", "model.safetensors"):
         (tmp_path / name / name).mkdir(parents=True)
-        with pytest.raises(ConfigError, match=f"{name} is not a file"):
+        with pytest.raises(ConfigError, match=f"{name} is not of a model"):
             bt.save(network(), tmp_path / name)
         assert list((tmp_path / name).iterdir()) == [tmp_path / name / name]
 
@@ -115,7 +115,7 @@ def test_a_folder_in_the_way_of_a_file_leaves_the_old_model(name: str, tmp_path:
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match=f"{name} is not a file"):
+    with pytest.raises(ConfigError, match=f"{name} is not of a model"):
         bt.save(network(), tmp_path)
     assert contents(tmp_path) == before
 
@@ -208,7 +208,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         for into in (None, network()):
             with pytest.raises(DataError, match=name):
                 bt.load(tmp_path, into)
-        with pytest.raises(ConfigError, match=f"{name} is not a file"):
+        with pytest.raises(ConfigError, match=f"{name} is not of a model"):
             bt.save(network(), tmp_path)
 
 

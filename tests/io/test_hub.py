@@ -192,7 +192,7 @@ def test_cores_that_no_description_names_are_refused(name: str, tmp_path: Path) 
     model.save_pretrained(tmp_path)
     found = type(model).from_pretrained(tmp_path)
     for config in (model.config, type(model.config)(**model.config.to_diff_dict()), found.config):
-        with pytest.raises(DataError, match=r"cores of the layer '.*', which the model's config does not describe"):
+        with pytest.raises(DataError, match=r"cores of '.*', which the config does not describe"):
             type(model).from_pretrained(tmp_path, config=config)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert_same(type(model).from_pretrained(tmp_path, config=config), model)
@@ -203,7 +203,7 @@ def test_cores_that_no_description_names_are_refused(name: str, tmp_path: Path) 
     for wrong in ({key: weights[key] for key in others}, {"other." + first: weights[first]} | weights, {}):
         wrong.pop(first, None)
         file.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | {"weights": wrong}}))
-        with pytest.raises(DataError, match="which the model's config does not describe"):
+        with pytest.raises(DataError, match="which the config does not describe"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -225,7 +225,7 @@ def test_plain_models_say_how_they_are_saved(name: str, tmp_path: Path) -> None:
     model, batch = small(name)
     plain: Any = bt.to_plain(model)
     for part in (plain, plain.base_model):
-        with pytest.raises(ConfigError, match=r"to_plain has made.*torch\.save.*bayestrain\.export"):
+        with pytest.raises(ConfigError, match=r"to_plain has made.*to_plain was given"):
             part.save_pretrained(tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
     torch.save(plain, tmp_path / "plain.pt")

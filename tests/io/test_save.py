@@ -151,7 +151,7 @@ def test_frozen_layers_and_hooks_stay_as_they_are_in_the_network_given(tmp_path:
 def test_what_should_not_be_saved_is_refused(tmp_path: Path) -> None:
     model = trained()
     prior = RankPrior(model, num_data=10)
-    with pytest.raises(ConfigError, match=r"still carries lambda. Call prior.remove_\(\)"):
+    with pytest.raises(ConfigError, match=r"still carries lambda. Call RankPrior.remove_\(\)"):
         save(model, tmp_path)
     prior.remove_()
     with pytest.raises(ConfigError, match="about must not contain 'weights'"):
@@ -181,13 +181,11 @@ def test_a_lazy_network_needs_its_weights_first(tmp_path: Path) -> None:
 
 def test_another_network_is_refused_by_what_differs(tmp_path: Path) -> None:
     save(trained(), tmp_path)
-    with pytest.raises(ConfigError, match=r"The network given is not the one that was saved in .*layer '0'"):
+    with pytest.raises(ConfigError, match=r"The network given is not the one saved in .*layer '0'"):
         load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
     other = dense()
     other[6] = nn.Linear(16, 6)
-    with pytest.raises(
-        ConfigError, match=r"layer '6' is a Linear with weight \(6, 16\), and one of \(5, 16\) was saved"
-    ):
+    with pytest.raises(ConfigError, match=r"layer '6' is a Linear with weight \(6, 16\), not \(5, 16\)"):
         load(tmp_path, other)
     other[6] = nn.Identity()
     with pytest.raises(ConfigError, match=r"layer '6' is a Identity with weight None"):
@@ -352,7 +350,6 @@ def test_what_is_no_model_and_no_folder_is_said(tmp_path: Path) -> None:
     save(dense(), tmp_path)
     wrong: list[tuple[Any, str]] = [
         (lambda: save(dense().state_dict(), tmp_path), "got a OrderedDict"),  # type: ignore[arg-type]
-        (lambda: load(None), "path must be the folder"),  # type: ignore[arg-type]
         (lambda: load(tmp_path, Partly), "into must be a network"),  # type: ignore[arg-type]
         (lambda: load(tmp_path, dense), "call it first"),  # type: ignore[arg-type]
     ]

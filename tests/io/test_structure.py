@@ -131,7 +131,7 @@ def test_any_other_network_has_to_be_given(make: Any, tmp_path: Path) -> None:
     model = make()
     bt.save(model, tmp_path)
     assert json.loads((tmp_path / "model.json").read_text())["network"] is None
-    with pytest.raises(ConfigError, match=r"does not say how to build.*pass it: load\(path, into=network\)"):
+    with pytest.raises(ConfigError, match=r"does not say how to build.*load\(path, into=network\)"):
         bt.load(tmp_path)
     assert bt.load(tmp_path, into=make()) is not model
 

@@ -161,10 +161,9 @@ def test_every_command_of_the_makefile_trains_what_was_recorded(tmp_path: Path) 
 def _mini(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 digits that ship with the package in place of all data sets."""
     digits = bt.data.load("mnist-mini")
-    small = type(digits)(**{
-        **vars(digits), "train": digits.train.subset(range(0, 10_000, 10)), "test": digits.test.subset(range(500)),
-    })  # fmt: skip
-    monkeypatch.setattr(data.data, "load", lambda _: small)
+    train, test = digits.train.subset(range(0, 10_000, 10)), digits.test.subset(range(500))
+    small = data.fetch.Splits("digits", train, test, digits.classes, (0.1321,), (0.3096,))
+    monkeypatch.setattr(data.fetch, "load", lambda _: small)
 
 
 @pytest.mark.usefixtures("_mini")

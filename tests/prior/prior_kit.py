@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from networks import Written, random_equation
+from networks import Written, random_equation, written
 from torch import Tensor, nn
 from torch.distributions import Gamma, Normal
 
@@ -33,7 +33,7 @@ EXAMPLES = {
 }
 
 
-EQUATIONS = {name: Equation.parse(text) for name, text in EXAMPLES.items()}
+EQUATIONS = {name: written(text) for name, text in EXAMPLES.items()}
 EQUATIONS["20 modes"] = TensorTrain().equation((2,) * 20)
 EQUATIONS |= {f"random {seed}": random_equation(seed) for seed in range(12)}
 
@@ -69,7 +69,7 @@ def slow_log_prob(
 
 def layer(text: str) -> TensorLinear:
     """A linear layer whose weight, of two modes, is this network."""
-    return TensorLinear(4, 6, format=Written(Equation.parse(text)), max_rank=3)
+    return TensorLinear(4, 6, format=Written(written(text)), max_rank=3)
 
 
 HELD = ("conv", "deep", "loop")

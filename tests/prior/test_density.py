@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from networks import written
 from prior_kit import CLOSE, EQUATIONS, OTHER, A, B, random_network, slow_log_prob
 from scipy.optimize import minimize_scalar
 from torch import Tensor
@@ -133,7 +134,7 @@ def test_sweeps_end_where_no_gradient_is_left(equation: Equation) -> None:
     [("av, vbw, wcx, xdy, ye -> abcde", (0, 1, 0, 1)), ("xyz, ax, by, cz -> abc", (0, 1, 2)), ("ab -> ab", ())],
 )
 def test_bonds_of_one_colour_share_no_core(text: str, expected: tuple[int, ...]) -> None:
-    assert density.colours(Equation.parse(text)) == expected
+    assert density.colours(written(text)) == expected
 
 
 def test_floor_is_relative_to_the_bonds_largest_entry() -> None:

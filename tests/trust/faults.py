@@ -33,8 +33,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-for room in ("trust", "app"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / room))
+for place in ("", "tests/app", "tests/trust"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / place))
 
 import torch  # noqa: E402
 import uvicorn  # noqa: E402
@@ -43,12 +43,12 @@ from trust_kit import record  # noqa: E402
 
 from bayestrain import export, fit, load, save  # noqa: E402
 from bayestrain.app.cli.serve import application  # noqa: E402
-from bayestrain.app.data.fetch import File, fetch  # noqa: E402
 from bayestrain.app.report.read import read_run  # noqa: E402
 from bayestrain.errors import BayesTrainError  # noqa: E402
 from bayestrain.train import RunFolder  # noqa: E402
 from bayestrain.train import config as configs  # noqa: E402
 from bayestrain.train.run import load_run, train_run  # noqa: E402
+from paper.fetch import File, fetch  # noqa: E402
 
 UNPRIVILEGED, LIBRARY = 65534, next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
 EXPECTED = (BayesTrainError, OSError, MemoryError)

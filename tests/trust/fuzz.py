@@ -25,8 +25,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-for room in ("trust", "app"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / room))
+for place in ("", "tests/app", "tests/trust"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / place))
 
 import torch  # noqa: E402
 from readers import READERS, SLOW, Reader  # noqa: E402

@@ -25,8 +25,7 @@ from torch import nn
 from bayestrain import Posterior, TensorizeConfig, load, save, tensorize_
 from bayestrain.app.cli.predict import read_array
 from bayestrain.app.cli.serve import application
-from bayestrain.app.data.fetch import File
-from bayestrain.app.data.images import cifar, idx
+from bayestrain.app.data.images import idx
 from bayestrain.app.data.pictures import read_picture
 from bayestrain.app.report import write_report
 from bayestrain.app.report.read import read_run
@@ -39,6 +38,7 @@ from bayestrain.train import RunFolder, fit
 from bayestrain.train import config as configs
 from bayestrain.train.folder import LAST
 from bayestrain.train.run import load_run, train_run
+from paper.fetch import File, cifar
 
 
 @dataclass

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("trust", "app")]
+sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests/trust", "tests/app", "")]
 
 import torch  # noqa: E402
 from readers import posterior_fixed  # noqa: E402

@@ -1,7 +1,5 @@
 """One budget for all layers: which point of its curve each layer takes."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -9,8 +7,7 @@ from itertools import combinations, pairwise
 
 from bayestrain.compress.curves import Point
 
-EXCHANGES = 5
-"""Rounds in which pairs of layers exchange entries, at most."""
+EXCHANGES = 5  # rounds in which pairs of layers exchange entries, at most
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -45,8 +42,7 @@ def _gain(small: Point, large: Point) -> float:
 def spend(fronts: Mapping[str, Sequence[Point]], entries: int) -> dict[str, Point]:
     """A point for every layer, with at most so many entries in all, at nearly the least sum of costs.
 
-    Every layer starts at its smallest point, and the step of largest gain along any hull is taken while it fits. Pairs
-    of layers then exchange entries, and take what is left, as long as that saves costs.
+    From the smallest points, steps of largest gain along the hulls are taken; then pairs of layers exchange entries.
     """
     chosen = {name: own[0] for name, own in fronts.items()}
     left = entries - sum(point.size for point in chosen.values())

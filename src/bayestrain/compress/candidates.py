@@ -1,7 +1,5 @@
 """What a dense weight may become: formats with layouts, plain truncated SVD among them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -13,6 +11,7 @@ from bayestrain.formats.modes import factor
 from bayestrain.nn.layout import Layout
 
 SVD = "svd"
+KINDS = (SVD, *(format.name for format in FORMATS))  # plain truncated SVD, and every format
 
 # Modes are separated by commas. o and i are outputs and inputs, k all taps, h and w rows and columns of a kernel; a
 # number is that of a factor of an axis that is split.
@@ -57,11 +56,6 @@ WAYS = ("modes", "channels", "nothing")
 the best: truncated SVD, which no layer may be worse than, is tried in all of them."""
 
 
-def kinds() -> tuple[str, ...]:
-    """Plain truncated SVD, and every format."""
-    return (SVD, *(format.name for format in FORMATS))
-
-
 def candidates(shape: Sequence[int], wanted: Collection[str], calibrated: bool = True) -> list[Candidate]:
     """All that a weight ``(out, in, *taps)`` may become, of these kinds; without calibration nothing is whitened."""
     _, _, *taps = shape
@@ -101,9 +95,7 @@ def fold(shape: Sequence[int], modes: str) -> Layout | None:
 
 def checked_kinds(wanted: Sequence[str] | None) -> tuple[str, ...]:
     """The kinds to consider, by default all."""
-    if wanted is None:
-        return kinds()
-    given = (wanted,) if isinstance(wanted, str) else tuple(wanted)
-    if not given or any(kind not in kinds() for kind in given):
-        raise ConfigError(f"formats must be some of {kinds()}, got {wanted!r}.")
+    given = KINDS if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    if not given or not set(given) <= set(KINDS):
+        raise ConfigError(f"formats must be some of {KINDS}, got {wanted!r}.")
     return given

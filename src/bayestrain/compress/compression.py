@@ -1,11 +1,8 @@
 """`compress_`: trained dense layers become factorised ones under one budget for the whole model."""
 
-from __future__ import annotations
-
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,20 +14,16 @@ from torch import Tensor, nn
 from bayestrain.compress.budget import front, spend
 from bayestrain.compress.candidates import SVD, Candidate, candidates, checked_kinds
 from bayestrain.compress.curves import Curve, Point, Target, points
-from bayestrain.compress.moments import Moment, collect
+from bayestrain.compress.moments import collect
 from bayestrain.errors import ConfigError, ConversionError, check_counts
-from bayestrain.nn import FactorizedWeight, TensorLayer, count_parameters
-from bayestrain.nn.convert import STATE_HOOKS, TWINS, replace_layers
+from bayestrain.nn import FactorizedWeight, count_parameters
+from bayestrain.nn.convert import STATE_HOOKS, TWINS, find_places, replace_layers
 from bayestrain.nn.layer import is_lazy
 from bayestrain.tables import text_table, times
 
 KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-REFINED = 3
-"""Of a layer, so many of the best candidates at its size, beside truncated SVD, are fitted again; the best is taken."""
-
-SAY_EVERY = 2.0
-"""Seconds between lines of progress."""
+REFINED = 3  # of a layer's best candidates at its size are fitted again, beside truncated SVD; the best is taken
+SAY_EVERY = 2.0  # seconds between lines of progress
 
 
 @dataclass(frozen=True)
@@ -85,9 +78,8 @@ def compress_(
 ) -> CompressReport:
     """Replace trained linear layers and convolutions by factorised ones under one budget, in place, without training.
 
-    For every layer, plain truncated SVD, trains in several layouts and orders, and the other formats compete at every
-    size. The budget is spent where it costs least; a layer may stay dense. Afterwards `fit` recovers accuracy. An error
-    leaves the model unchanged.
+    For every layer, plain truncated SVD and all formats compete at every size. The budget is spent where it costs
+    least; a layer may stay dense. Afterwards `fit` recovers accuracy. An error leaves the model unchanged.
 
     Args:
         model: a trained network.
@@ -107,9 +99,9 @@ def compress_(
     True
     """
     wanted, goal = checked_kinds(formats), _checked_goal(ratio, parameters, tolerance)
-    say = _printer(progress)
+    say = partial(print, flush=True) if progress else lambda _: None
     layers, kept = survey(model, filter_fn)
-    moments = dict[str, Moment]()
+    moments = dict[str, Tensor]()
     if calibration is not None:
         moments = collect(model, layers, calibration, say)
         for name in [name for name in layers if name not in moments]:
@@ -138,67 +130,54 @@ class LayerCurve:
 
     def best(self, point: Point) -> tuple[Candidate, list[Tensor], float]:
         """Of the best candidates that are no larger than a point, the one that fits best after a refinement."""
-        at_size: dict[Candidate, Point] = {}
+        errors = dict[Candidate, float]()
         for each in self.points:
             if each.candidate is not None and each.size <= point.size:
-                known = at_size.get(each.candidate)
-                at_size[each.candidate] = each if known is None or each.error < known.error else known
+                errors[each.candidate] = min(each.error, errors.get(each.candidate, math.inf))
         found, target = [], self.target()
-        order = sorted(at_size, key=lambda candidate: at_size[candidate].error)
+        order = sorted(errors, key=errors.__getitem__)
         plain = [candidate for candidate in order if candidate.kind == SVD]
         for candidate in [*plain[:1], *[each for each in order if each not in plain][:REFINED]]:
             curve = Curve(target, candidate)
             cores = curve.refined(curve.cut(curve.largest(point.size)))
             found.append((curve.error(cores), curve, cores))
         error, curve, cores = min(found, key=lambda each: each[0])
-        return curve.candidate, curve.folded.plain_cores(curve.candidate, cores), math.sqrt(max(error, 0.0))
+        return curve.candidate, curve.plain_cores(cores), math.sqrt(max(error, 0.0))
 
 
 def survey(
     model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The layers that can be compressed, and the others that have matrices, with the reason; raises on broken ones."""
-    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter].append(name)
-    found, kept, inside = dict[str, Any](), dict[str, str](), dict[nn.Module, bool]()
-    for name, module in model.named_modules():
-        if isinstance(module, TensorLayer | FactorizedWeight):
-            inside |= dict.fromkeys(module.modules(), True)
-        if module in inside:
-            continue
-        kind = type(module).__name__
-        if "quantized" in type(module).__module__:
-            raise ConversionError(f"{name!r} ({kind}) is quantised. Compress the network before it is quantised.")
-        if is_lazy(module):
-            raise ConversionError(f"{name!r} ({kind}) is lazy. Run one batch through the model first.")
-        own = dict(module.named_parameters(recurse=False))
-        for key, parameter in own.items():
+    places, found, kept = list(find_places(model)), dict[str, Any](), dict[str, str]()
+    for place in places:
+        name, layer, weight, kind = place.layer, place.module, place.weight, type(place.module).__name__
+        if "quantized" in type(layer).__module__ or is_lazy(layer):
+            why = "lazy: run one batch through the model first" if is_lazy(layer) else "quantised: compress it before"
+            raise ConversionError(f"{name!r} ({kind}) is {why}.")
+        for key, parameter in layer.named_parameters(recurse=False):
             if parameter.is_meta or not bool(parameter.isfinite().all()):
                 what = "has no values" if parameter.is_meta else "has NaN or infinite entries"
                 raise ConversionError(f"The {key} of {name!r} ({kind}) {what}. Load the trained weights first.")
-        weight = own.get("weight")
-        shared = [other for other in owners.get(weight, []) if other != name] if weight is not None else []
-        if not isinstance(module, KINDS) or type(module) not in TWINS:
-            if any(parameter.ndim > 1 for parameter in own.values()):
-                kept[name] = f"{kind} is none of {', '.join(each.__name__ for each in KINDS if each in TWINS)}"
+        shared = [other.layer for other in places if other.weight is weight and other is not place]
+        if type(layer) not in KINDS:
+            kept[name] = f"{kind} is none of {', '.join(each.__name__ for each in KINDS)}"
         elif name == "":
             raise ConversionError(f"The model itself is one {kind} and cannot be replaced. Wrap it in nn.Sequential.")
-        elif weight is None or not weight.is_floating_point():
+        elif not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
             kept[name] = "its weight is no plain floating point parameter"
         elif shared:
             kept[name] = f"its weight is shared with {', '.join(shared)}"
-        elif getattr(module, "groups", 1) != 1:
+        elif getattr(layer, "groups", 1) != 1:
             kept[name] = "it has groups, and so few entries"
-        elif any(getattr(module, hooks) for hooks in STATE_HOOKS):
+        elif any(getattr(layer, hooks) for hooks in STATE_HOOKS):
             kept[name] = "it has hooks on its state_dict"
         elif not bool(weight.any()):
             kept[name] = "its weight is zero"
-        elif filter_fn is not None and not filter_fn(module, name):
+        elif filter_fn is not None and not filter_fn(layer, name):
             kept[name] = "filter_fn returned False"
         else:
-            found[name] = module
+            found[name] = layer
     if not found:
         why = "; ".join(f"{name} stays dense ({reason})" for name, reason in kept.items()) or "it has no weights"
         raise ConversionError(f"compress_ found nothing to compress in this model: {why}.")
@@ -206,19 +185,15 @@ def survey(
 
 
 def measure(
-    layers: Mapping[str, Any], moments: Mapping[str, Moment], wanted: Sequence[str], say: Callable[[str], None]
+    layers: Mapping[str, Any], moments: Mapping[str, Tensor], wanted: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, LayerCurve]:
     """The curves of all layers for these kinds of candidates."""
-    found, step = {}, _steps(len(layers), "curve", say)
-    for name, layer in layers.items():
-        step(name)
-        read = partial(_target, layer, moments.get(name))
-        found[name] = LayerCurve(read, points(read(), candidates(layer.weight.shape, wanted, name in moments)))
+    found = {}
+    for name in _announced(layers, "curve", say):
+        weight = layers[name].weight
+        read = partial(Target, weight, moments.get(name))
+        found[name] = LayerCurve(read, points(read(), candidates(weight.shape, wanted, name in moments)))
     return found
-
-
-def _target(layer: Any, moment: Moment | None) -> Target:
-    return Target(layer.weight.cpu(), None if moment is None else moment.matrix.cpu())
 
 
 def choose(
@@ -232,11 +207,8 @@ def choose(
     others = before - sum(size.values())
     fewest = others + sum(own[0].size for own in fronts.values())
     if parameters < fewest:
-        raise ConfigError(
-            f"{parameters:,} parameters are too few: the smallest possible model has {fewest:,}, of which {others:,} "
-            f"are in no layer that can be compressed. Try parameters={fewest} or "
-            f"ratio={math.floor(100 * before / fewest) / 100}."
-        )
+        advice = f"Try parameters={fewest} or ratio={math.floor(100 * before / fewest) / 100}."
+        raise ConfigError(f"{parameters:,} parameters are too few: the smallest model has {fewest:,}. {advice}")
     return spend(fronts, parameters - others)
 
 
@@ -249,11 +221,9 @@ def replace_(
 ) -> list[CompressedLayer]:
     """Build the chosen layers, then put them in place."""
     rows, built = [], dict[nn.Module, nn.Module]()
-    step = _steps(len(chosen), "decomposing", say)
-    for name, point in chosen.items():
-        step(name)
-        if point.candidate is not None:
-            layer, (won, cores, error) = layers[name], curves[name].best(point)
+    for name in _announced(chosen, "decomposing", say):
+        if chosen[name].candidate is not None:
+            layer, (won, cores, error) = layers[name], curves[name].best(chosen[name])
             weight = FactorizedWeight(won.format, won.layout, [core.to(layer.weight) for core in cores])
             built[layer] = TWINS[type(layer)].of(layer, weight)
             sizes = layer.weight.numel(), weight.numel
@@ -275,22 +245,13 @@ def _checked_goal(ratio: float | None, parameters: int | None, tolerance: float 
     return tolerance or 0.0
 
 
-def _printer(progress: bool) -> Callable[[str], None]:
-    return (lambda text: print(text, flush=True)) if progress else (lambda text: None)  # noqa: ARG005
-
-
-def _steps(count: int, what: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Called at the start of each of `count` steps with its name; says now and then which it is, and the time left."""
+def _announced(names: Collection[str], what: str, say: Callable[[str], None]) -> Iterator[str]:
+    """One name after another; says now and then which is next, and the time left."""
     started = last = time.monotonic()
-    done = 0
-
-    def step(name: str) -> None:
-        nonlocal done, last
+    for done, name in enumerate(names):
         now = time.monotonic()
         if done and now - last >= SAY_EVERY:
-            left = timedelta(seconds=round((now - started) / done * (count - done)))
-            say(f"{what} {done + 1}/{count}: {name}  {left} left")
+            left = timedelta(seconds=round((now - started) / done * (len(names) - done)))
+            say(f"{what} {done + 1}/{len(names)}: {name}  {left} left")
             last = now
-        done += 1
-
-    return step
+        yield name

@@ -1,16 +1,14 @@
 """Error against size for what a weight may become: from singular values where the network is a tree, else by fits.
 
-A candidate is decomposed in whitened coordinates, in which a change of the weight counts by what it does to the
-outputs. The whitening is exact where one mode holds all inputs of the layer. Otherwise there is one matrix per mode,
-and the points of the curve are measured in the exact metric.
+Candidates are decomposed in whitened coordinates, in which a change counts by what it does to the outputs: exactly
+where one mode holds all inputs, else with one matrix per mode, and points are measured in the exact metric.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,28 +16,19 @@ from torch import Tensor
 from bayestrain.compress.candidates import SVD, Candidate
 from bayestrain.formats import algebra, trees
 from bayestrain.formats.fitting import is_quick, polished, sketched
-from bayestrain.nn import FactorizedWeight, Layout
+from bayestrain.nn import FactorizedWeight
 
-RIDGE = 1e-3
-"""Added to the second moment, relative to its mean diagonal: what calibration did not see counts a little."""
-
-GRID = 0.87
-"""Sizes at which curves are sampled: each is this share of the one before."""
-
-PROMISING = 2.0
-"""Squared errors are measured where the estimate is within this factor of the best one at that size."""
-
-COMBINATIONS = 50_000
-"""Ranks of several bonds that are compared, at most."""
-
-TRIED = 8
-"""So many of them that promise most at a size are measured there."""
-
-SWEEPS, STEPS = 4, 10
-"""Rounds over the cores in which they are fitted again, and steps of conjugate gradients for each core."""
-
+RIDGE = 1e-3  # added to the second moment, relative to its mean diagonal: what calibration did not see counts a little
+GRID = 0.87  # sizes at which curves are sampled: each is this share of the one before
+PROMISING = 2.0  # squared errors are measured where the estimate is within this factor of the best one at that size
+COMBINATIONS = 50_000  # ranks of several bonds that are compared, at most
+TRIED = 8  # so many of them that promise most at a size are measured there
+SWEEPS, STEPS = 4, 10  # rounds over the cores to fit them again, and steps of conjugate gradients for each core
 FITTED_AT = (0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.04)
 """Shares of the dense size at which a network with loops or shared bonds is fitted, where that takes seconds."""
+
+
+Sized = tuple[int, float, tuple[int, ...]]  # entries, an estimate of the squared error, and ranks
 
 
 @dataclass(frozen=True)
@@ -54,14 +43,12 @@ class Point:
 
 
 class Target:
-    """A dense weight, and the second moment of the layer's inputs, by which its changes are measured.
-
-    The moment is that of inputs times taps, or of inputs alone; None compares weights.
-    """
+    """A dense weight, and the second moment of its inputs, with taps or without, by which changes are measured."""
 
     def __init__(self, weight: Tensor, moment: Tensor | None) -> None:
-        self.weight, self.moment = weight.detach().double(), None
+        self.weight, self.moment = weight.detach().cpu().double(), None
         if moment is not None:
+            moment = moment.cpu()
             eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
             self.moment = moment / algebra.nonzero(moment.diagonal().mean()) + RIDGE * eye
         self.norm = algebra.nonzero(self.loss(self.weight))
@@ -84,18 +71,21 @@ class Target:
         return (self.raised(change) * change).sum()
 
 
-class Folded:
-    """A target in the modes of a layout, whitened mode by mode."""
+class Curve:
+    """What one candidate may become, from many ranks to few, in the modes of its layout, whitened one by one."""
 
-    def __init__(self, target: Target, layout: Layout, whiten: str = "modes") -> None:
-        self.target, self.layout = target, layout
+    def __init__(self, target: Target, candidate: Candidate) -> None:
+        self.candidate, self.target, layout = candidate, target, candidate.layout
+        self.layout, self.sizes, self.dense = layout, layout.sizes, target.weight.numel()
+        self.equation = candidate.format.equation(self.sizes)
         self.turns: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         """By number of the mode: its size before, inside and behind the factors that are whitened; the root of their
         moment, and its inverse."""
-        first = len(layout.splits[0])
-        with_taps = target.whole and whiten == "modes"
-        known = range(first, len(layout.factors) if with_taps else first + len(layout.splits[1]))
-        for number, mode in enumerate(layout.modes if target.moment is not None and whiten != "nothing" else ()):
+        first, taps = len(layout.splits[0]), len(layout.splits[0]) + len(layout.splits[1])
+        self.covered = range(first, len(layout.factors) if target.whole else taps)
+        known = self.covered if candidate.whiten == "modes" else range(first, taps)
+        whitened = layout.modes if target.moment is not None and candidate.whiten != "nothing" else ()
+        for number, mode in enumerate(whitened):
             if inside := [n for n in mode if n in known]:
                 values, vectors = torch.linalg.eigh(self._gram(inside))
                 root = values.clamp_min(1e-12 * float(values[-1])).sqrt()
@@ -105,18 +95,22 @@ class Folded:
                 self.turns[number] = (before, own, behind), (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
         self.exact = target.moment is None or any(sizes[1] == len(target.moment) for sizes, *_ in self.turns.values())
         self.tensor = self._turned(layout.fold(target.weight), range(len(layout.modes)), 0)
+        self.cores: list[Tensor] = []
+        if self.equation.is_tree:
+            cores = trees.decompose(self.equation, self.tensor, 0.0, candidate.format.max_ranks(self.sizes))
+            self.cores, values, log_scale = trees.singular_gauge(self.equation, cores)
+            self.cores[0] = self.cores[0] * log_scale.exp()
+            self.shares = [(own.square() / algebra.nonzero(own.square().sum())).tolist() for own in values]
 
     def _gram(self, inside: Sequence[int]) -> Tensor:
         """The moment of some factors of the inputs, with the others summed over."""
-        first, moment = len(self.layout.splits[0]), self.target.moment
+        known, moment = self.covered, self.target.moment
         assert moment is not None
-        known = range(first, len(self.layout.factors) if self.target.whole else first + len(self.layout.splits[1]))
         sizes, rows = [self.layout.factors[n] for n in known], tuple(str(n) for n in known)
         columns = tuple(f"{n}'" if n in inside else str(n) for n in known)
-        left, right = tuple(str(n) for n in inside), tuple(f"{n}'" for n in inside)
-        found = algebra.contract([(moment.reshape(*sizes, *sizes), (*rows, *columns))], (*left, *right))
-        width = math.prod(self.layout.factors[n] for n in inside)
-        gram = found.reshape(width, width)
+        output = (*(str(n) for n in inside), *(f"{n}'" for n in inside))
+        found = algebra.contract([(moment.reshape(*sizes, *sizes), (*rows, *columns))], output)
+        gram = found.reshape(math.prod(found.shape[: len(inside)]), -1)
         return gram / gram.diagonal().mean()
 
     def _turned(self, tensor: Tensor, modes: Sequence[int], which: int) -> Tensor:
@@ -134,16 +128,11 @@ class Folded:
         """The weight that a whitened tensor stands for."""
         return self.layout.unfold(self._turned(tensor, range(len(self.layout.modes)), 1))
 
-    def plain_cores(self, candidate: Candidate, cores: Sequence[Tensor]) -> list[Tensor]:
+    def plain_cores(self, cores: Sequence[Tensor]) -> list[Tensor]:
         """Cores of the weight itself."""
-        equation = candidate.format.equation(self.layout.sizes)
-        number = {label: n for n, label in enumerate(equation.modes)}
-        labelled = zip(cores, equation.cores, strict=True)
+        number = {label: n for n, label in enumerate(self.equation.modes)}
+        labelled = zip(cores, self.equation.cores, strict=True)
         return [self._turned(core, [number.get(label, -1) for label in own], 1) for core, own in labelled]
-
-    def error(self, tensor: Tensor) -> float:
-        """The squared error of a whitened tensor, as a share of the outputs' square."""
-        return float(self.target.loss(self.plain(tensor) - self.target.weight) / self.target.norm)
 
     def raised(self, tensor: Tensor) -> Tensor:
         """A whitened tensor times the metric, which is near the identity in these coordinates."""
@@ -152,32 +141,12 @@ class Folded:
         raised = self.layout.fold(self.target.raised(self.plain(tensor)))
         return self._turned(raised, range(len(self.layout.modes)), 1)
 
-
-class Curve:
-    """What one candidate may become, from many ranks to few."""
-
-    def __init__(self, target: Target, candidate: Candidate) -> None:
-        self.candidate, self.target = candidate, target
-        self.folded = Folded(target, candidate.layout, candidate.whiten)
-        self.sizes, self.dense = candidate.layout.sizes, target.weight.numel()
-        self.equation = candidate.format.equation(self.sizes)
-        self.cores: list[Tensor] = []
-        if self.equation.is_tree:
-            caps = candidate.format.max_ranks(self.sizes)
-            cores = trees.decompose(self.equation, self.folded.tensor, 0.0, caps)
-            self.cores, values, log_scale = trees.singular_gauge(self.equation, cores)
-            self.cores[0] = self.cores[0] * log_scale.exp()
-            self.shares = [(own.square() / algebra.nonzero(own.square().sum())).tolist() for own in values]
-
     @cached_property
     def known(self) -> list[float] | None:
-        """For every rank of a single bond the squared error, so that nothing needs to be measured; else None.
-
-        Where both cores hold inputs, measuring some ranks takes far less work than the exact errors of all.
-        """
+        """The squared error at every rank of a single bond; None where measuring some takes far less work."""
         if not self.equation.is_tree or len(self.shares) != 1:
             return None
-        if self.folded.exact:
+        if self.exact:
             lost = torch.tensor(self.shares[0], dtype=torch.float64)
             return [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]
         if self.candidate.kind != SVD:
@@ -190,7 +159,7 @@ class Curve:
         """The inner products, in the metric, of what the indices of a single bond contribute to the weight."""
         layout, moment = self.candidate.layout, self.target.moment
         assert moment is not None
-        weight = FactorizedWeight(self.candidate.format, layout, self.folded.plain_cores(self.candidate, self.cores))
+        weight = FactorizedWeight(self.candidate.format, layout, self.plain_cores(self.cores))
         own = [(core.detach(), labels) for core, labels in weight.operands()]
         _, inputs, *taps = layout.labels
         inside = [label for axis in ([inputs, *taps] if self.target.whole else [inputs]) for label in axis]
@@ -202,19 +171,22 @@ class Curve:
         (bond,) = self.equation.bonds
         return algebra.contract([*own, *twins, metric], (bond, f"{bond}'"))
 
-    def path(self) -> list[tuple[int, float, tuple[int, ...]]]:
+    def path(self) -> list[Sized]:
         """Sizes below that of the dense weight, estimated squared errors, and ranks."""
+        sized: list[Sized]
         if self.known is not None:
-            ranks_down = [(rank,) for rank in range(len(self.known) - 1, 0, -1)]
-            sized = [(self._size(ranks), self.known[ranks[0]], ranks) for ranks in ranks_down]
-            return [each for each in sized if each[0] < self.dense]
-        if not self.equation.is_tree:
-            return [(self._size(ranks), 0.0, ranks) for ranks in self._uniform()]
-        total, lost, ranks = self._combinations
-        better = torch.cat([lost.new_tensor([math.inf]), lost.cummin(0).values[:-1]]) > lost  # than all smaller ones
-        better &= total < self.dense
-        rows = zip(total[better].tolist(), lost[better].tolist(), map(tuple, ranks[better].tolist()), strict=True)
-        return list(rows)[::-1]
+            sized = [(self._size((rank,)), self.known[rank], (rank,)) for rank in range(len(self.known) - 1, 0, -1)]
+        elif not self.equation.is_tree:  # for some sizes the largest equal ranks that fit
+            tried = dict.fromkeys(self.largest(int(share * self.dense)) for share in FITTED_AT)
+            quick = [ranks for ranks in tried if is_quick(self.equation, self.sizes, ranks)]
+            sized = [(self._size(ranks), 0.0, ranks) for ranks in quick]
+        else:
+            total, lost, every = self._combinations
+            smaller = torch.cat([lost.new_tensor([math.inf]), lost.cummin(0).values[:-1]])
+            better = smaller > lost
+            rows = zip(total[better].tolist(), lost[better].tolist(), map(tuple, every[better].tolist()), strict=True)
+            sized = list(rows)[::-1]
+        return [each for each in sized if each[0] < self.dense]
 
     @cached_property
     def _combinations(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,9 +197,8 @@ class Curve:
         power = 1 if most == widest else 2  # small ranks lie closer
         steps = [torch.linspace(1.0, len(own) ** (1 / power), min(len(own), most)) ** power for own in self.shares]
         ranks = torch.cartesian_prod(*(own.round().long().unique() for own in steps)).reshape(-1, len(steps))
-        size = dict(zip(self.equation.modes, self.sizes, strict=True)) | dict(
-            zip(self.equation.bonds, ranks.unbind(1), strict=True)
-        )
+        labels = (*self.equation.modes, *self.equation.bonds)
+        size: dict[str, Any] = dict(zip(labels, (*self.sizes, *ranks.unbind(1)), strict=True))
         total = sum(math.prod(size[label] for label in own) for own in self.equation.cores)
         assert isinstance(total, Tensor)
         lost = torch.zeros(len(ranks), dtype=torch.float64)
@@ -239,12 +210,6 @@ class Curve:
 
     def _size(self, ranks: Sequence[int]) -> int:
         return sum(map(math.prod, self.equation.shapes(self.sizes, ranks)))
-
-    def _uniform(self) -> list[tuple[int, ...]]:
-        """For some sizes the largest equal ranks that fit."""
-        found = [self.largest(int(share * self.dense)) for share in FITTED_AT]
-        quick = [ranks for ranks in found if is_quick(self.equation, self.sizes, ranks)]
-        return [ranks for ranks in dict.fromkeys(quick) if self._size(ranks) < self.dense]
 
     def largest(self, entries: int) -> tuple[int, ...]:
         """The best ranks with so many entries: curves are not sampled everywhere."""
@@ -269,20 +234,21 @@ class Curve:
             for bond, rank in zip(self.equation.bonds, ranks, strict=True):
                 cores = algebra.keep(self.equation, cores, bond, torch.arange(rank, device=cores[0].device))
             return cores
-        return sketched(self.equation, self.folded.tensor, ranks)
+        return sketched(self.equation, self.tensor, ranks)
 
     def error(self, cores: Sequence[Tensor]) -> float:
-        """The squared error of whitened cores."""
-        return self.folded.error(algebra.dense(self.equation, cores))
+        """The squared error of whitened cores, as a share of the outputs' square."""
+        change = self.plain(algebra.dense(self.equation, cores)) - self.target.weight
+        return float(self.target.loss(change) / self.target.norm)
 
     def refined(self, cores: Sequence[Tensor], sweeps: int = SWEEPS) -> list[Tensor]:
         """Whitened cores nearer to the target in its exact metric: least squares for one core after another."""
         result = list(cores)
         if not self.equation.is_tree:
-            result = min(result, polished(self.equation, result, self.folded.tensor)[1], key=self.error)
-        if self.folded.exact and (self.known is not None or not self.equation.is_tree):  # no other cores are nearer
+            result = min(result, polished(self.equation, result, self.tensor)[1], key=self.error)
+        if self.exact and (self.known is not None or not self.equation.is_tree):  # no other cores are nearer
             return result
-        goal = self.folded.raised(self.folded.tensor)
+        goal = self.raised(self.tensor)
         for _ in range(sweeps):
             for k in range(len(result)):
                 result[k] = self._solved(result, k, goal)
@@ -297,7 +263,7 @@ class Curve:
 
         def normal(core: Tensor) -> Tensor:
             dense = algebra.contract([(core, self.equation.cores[k]), *others], self.equation.modes)
-            return back(self.folded.raised(dense))
+            return back(self.raised(dense))
 
         return conjugate_gradients(normal, back(goal), cores[k], STEPS)
 
@@ -321,22 +287,20 @@ def conjugate_gradients(normal: Callable[[Tensor], Tensor], right: Tensor, x: Te
 def points(target: Target, wanted: Sequence[Candidate]) -> list[Point]:
     """Measured points of all candidates: every rank where singular values tell the error, else those that promise."""
     dense, found = target.weight.numel(), []
-    guesses: dict[int, float] = {}
-    paths: list[tuple[Curve, list[tuple[int, int, float, tuple[int, ...]]]]] = []
+    guesses = dict[int, float]()
+    sampled = list[tuple[Curve, int, Sized]]()
     for candidate in wanted:
-        curve = Curve(target, candidate)
-        sampled: list[tuple[int, int, float, tuple[int, ...]]] = []
+        curve, last = Curve(target, candidate), None
         for size, guess, ranks in curve.path():
             place = math.floor(math.log(size / dense) / math.log(GRID) + 1e-9)
             if curve.known is not None:
                 found.append(Point(size, guess, candidate, ranks))
-            elif not sampled or sampled[-1][0] != place:
-                sampled.append((place, size, guess, ranks))
+            elif place != last:
+                sampled.append((curve, place, (size, guess, ranks)))
+                last = place
             if curve.equation.is_tree:
                 guesses[place] = min(guesses.get(place, math.inf), guess)
-        paths.append((curve, sampled))
-    for curve, sampled in paths:
-        for place, size, guess, ranks in sampled:
-            if guess <= PROMISING * guesses.get(place, math.inf):
-                found.append(Point(size, curve.error(curve.cut(ranks)), curve.candidate, ranks))
+    for curve, place, (size, guess, ranks) in sampled:
+        if guess <= PROMISING * guesses.get(place, math.inf):
+            found.append(Point(size, curve.error(curve.cut(ranks)), curve.candidate, ranks))
     return found

@@ -14,10 +14,8 @@ from torch import Tensor
 from bayestrain.formats.equation import Equation, Labels
 
 Operand = tuple[Tensor, Labels]
-Shaped = tuple[Labels, tuple[int, ...]]
-"""The labels and sizes of an operand's axes."""
-Step = tuple[int, int, Labels]
-"""Two operands to contract, by number, and the labels of the result, which goes to the end of the list."""
+Shaped = tuple[Labels, tuple[int, ...]]  # the labels and sizes of an operand's axes
+Step = tuple[int, int, Labels]  # two operands to contract, by number, and the labels of the result, which goes last
 
 
 class Plan(NamedTuple):
@@ -32,8 +30,7 @@ class Plan(NamedTuple):
 def contract(operands: Sequence[Operand], output: Labels, assumed: Mapping[str, int] | None = None) -> Tensor:
     """The einsum of any number of operands and labels, pair by pair along a path that keeps intermediates small.
 
-    `torch.einsum` goes from left to right, may form the dense tensor and knows 52 labels. The path must not depend on a
-    size that varies while the pass is traced: `assumed` has sizes to plan with in the place of such.
+    `torch.einsum` may form the dense tensor and knows 52 labels. `assumed` has sizes to plan with where traces vary.
     """
     work, known = list(operands), assumed or {}
     shaped = tuple(
@@ -194,10 +191,7 @@ def random_cores(
 def refit(
     equation: Equation, cores: Sequence[Tensor], target: Sequence[Operand], sweeps: int = 2, jitter: float = 1e-12
 ) -> list[Tensor]:
-    """Cores of the same shapes, nearer to the tensor that contracting `target` makes, by alternating least squares.
-
-    Neither tensor is materialised: the target may be the `operands` of a larger network.
-    """
+    """Cores nearer to what contracting `target` makes, by alternating least squares; neither is materialised."""
     result, goal = [core.double() for core in cores], [(tensor.double(), labels) for tensor, labels in target]
     for _ in range(sweeps):
         for k, labels in enumerate(equation.cores):

@@ -1,7 +1,4 @@
-"""Other cores for the same tensor: the gauge in which every rank index is a singular direction (docs/method.md).
-
-The prior sees single rank indices, so ranks are found sooner and more surely.
-"""
+"""The gauge in which every rank index, by which the prior judges, is a singular direction (docs/method.md)."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,15 +9,13 @@ from torch import Tensor
 from bayestrain.formats.algebra import contract, operands, slices
 from bayestrain.formats.equation import Equation
 
-LIVE = 1e-3
-"""`align` leaves indices unchanged that contribute less than this share of their bond's largest contribution."""
+LIVE = 1e-3  # indices that contribute less than this share of their bond's largest contribution stay unchanged
 
 
 def align(equation: Equation, cores: Sequence[Tensor], live: float = LIVE) -> list[Tensor]:
     """The same tensor with every bond turned to singular directions: of the whole tensor in a tree, else of two cores.
 
-    A bond that more cores share cannot turn and is balanced. New indices are ordered and signed to be as close as
-    possible to the old ones, so an optimiser's moments keep most of their meaning.
+    Bonds that more cores share are balanced. New indices are as close as possible to old ones, for optimisers' moments.
     """
     exact = [core.double() for core in cores]
     grams = tree_grams(equation, exact) if equation.is_tree else {}  # a change of gauge leaves those of other bonds
@@ -73,8 +68,8 @@ def aligning_gauges(left: Tensor, right: Tensor, live: float = LIVE) -> tuple[Te
     """The gauges of `align` and their inverses from the Gram matrices of one or many bonds, each ``(.., R, R)``.
 
     With P the Gram matrix of one side and Q that of the other, the gauge T makes both ``T^t P T`` and ``T^-1 Q T^-t``
-    diagonal. Each index keeps its ratio of left to right size. Where bonds are padded with zeros, and where an entry is
-    not finite, the gauge is the identity. No branch looks at a value, so a GPU is not waited for and `vmap` works.
+    diagonal, and each index keeps its ratio of sizes. Padding and what is not finite stay. No branch looks at a value,
+    so a GPU is not waited for and `vmap` works.
     """
     identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
     sane = (left.isfinite() & right.isfinite()).flatten(-2).all(-1)[..., None]

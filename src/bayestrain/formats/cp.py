@@ -10,21 +10,17 @@ from bayestrain.formats import algebra
 from bayestrain.formats.algebra import Operand, nonzero
 from bayestrain.formats.align import balance
 from bayestrain.formats.equation import Equation
-from bayestrain.formats.fitting import SWEEPS, fitted, inside, lowered, nearest, outside
+from bayestrain.formats.fitting import fitted, inside, lowered, nearest, outside, swept
 from bayestrain.formats.format import Format, check_tol
 
-EXACT = 1e-7
-"""Relative error below which two tensors are the same: it is the root of a difference of squares."""
-
-SPARE = 2
-"""A decomposition starts with so many times the ranks it may have: from there it rarely ends in a local minimum."""
+EXACT = 1e-7  # relative error below which two tensors are the same: it is the root of a difference of squares
+SPARE = 2  # a decomposition starts with so many times its ranks: from there it rarely ends in a local minimum
 
 
 class CP(Format):
     """``ar, br, cr -> abc``: entry (i, j, k) is the sum of the products of row i, j and k of the cores.
 
-    With three modes or more no singular values tell which indices matter. Ranks are found by taking away one index
-    after another, the one that the others can best replace, and fitting the others again.
+    Ranks are found by taking away the index that the others can best replace, and fitting these again.
     """
 
     name: ClassVar[str] = "cp"
@@ -49,7 +45,7 @@ class CP(Format):
         goal, size = [(small, equation.modes)], torch.linalg.vector_norm(small)
         less = taken_away(equation, nearest(equation, small, wide, starts=1)[1], goal, size, EXACT, caps[0])
         other = polished(equation, outside(equation, less, bases), [(exact, equation.modes)], size, tol)
-        return balance(equation, cores if error <= float(other[0]) else other[1], "r")
+        return balance(equation, cores if error <= other[0] else other[1], "r")
 
     def rounds(self, equation: Equation) -> bool:  # noqa: ARG002
         return True
@@ -73,11 +69,11 @@ class CP(Format):
             return super().spectra(equation, cores)
         exact = balance(equation, [core.double() for core in cores], "r")
         goal, size = algebra.operands(equation, exact), algebra.norm(equation, exact)
-        less, errors = exact, [size.new_zeros(())]
+        less, errors = exact, [0.0]
         while less[0].shape[-1] > 1:
             error, less = polished(equation, one_less(equation, less, goal), goal, size, 0.0)
             errors.append(error)
-        lost = torch.stack([*errors, torch.ones_like(size)]).square()
+        lost = size.new_tensor([*errors, 1.0]).square()
         lost = torch.where(lost > EXACT**2, lost, 0.0).cummax(0).values
         return [lost.diff().cummax(0).values.flip(0).sqrt() * size]
 
@@ -92,13 +88,6 @@ def one_less(equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand
     number = torch.arange(len(gram), device=gram.device)
     rest = algebra.keep(equation, cores, "r", number[number != alone.argmin()])
     return balance(equation, algebra.refit(equation, rest, goal, sweeps=5), "r")
-
-
-def relative_error(equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand], size: Tensor) -> Tensor:
-    """Of cores as an approximation of a goal of this norm, without materialising either."""
-    cross = algebra.contract([*goal, *algebra.operands(equation, cores, equation.bonds)], ())
-    squares = size.square() + algebra.norm(equation, cores).square() - 2 * cross
-    return squares.clamp_min(0.0).sqrt() / nonzero(size)
 
 
 def taken_away(
@@ -118,14 +107,12 @@ def taken_away(
 
 def polished(
     equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand], size: Tensor, tol: float
-) -> tuple[Tensor, list[Tensor]]:
-    """Cores fitted until that gains little, and their error."""
-    best, error = list(cores), relative_error(equation, cores, goal, size)
-    for _ in range(0, SWEEPS, 10):
-        if error <= max(tol, EXACT):
-            break
-        before, best = error, algebra.refit(equation, best, goal, sweeps=10)
-        error = relative_error(equation, best, goal, size)
-        if before - error < 1e-3 * before:
-            break
-    return error, best
+) -> tuple[float, list[Tensor]]:
+    """Cores fitted to a goal of this norm, and their relative error; neither is materialised."""
+
+    def error_of(cores: Sequence[Tensor]) -> float:
+        cross = algebra.contract([*goal, *algebra.operands(equation, cores, equation.bonds)], ())
+        squares = size.square() + algebra.norm(equation, cores).square() - 2 * cross
+        return float(squares.clamp_min(0.0).sqrt() / nonzero(size))
+
+    return swept(equation, cores, goal, error_of, max(tol, EXACT))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
 
 from bayestrain.errors import ConfigError, ShapeError
 
@@ -28,18 +27,6 @@ class Equation:
             raise ConfigError(f"Every mode must belong to exactly one core, but {wrong} do not in {self}.")
         if lone := [bond for bond in self.bonds if len(self.owners(bond)) < 2]:
             raise ConfigError(f"A bond must join at least two cores, but {lone} belong to one in {self}.")
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read an equation whose labels are single characters.
-
-        >>> Equation.parse("ax, xby, yc -> abc").bonds
-        ('x', 'y')
-        """
-        left, arrow, right = text.replace(" ", "").partition("->")
-        if not arrow:
-            raise ConfigError(f"An equation reads 'ax, xb -> ab', got {text!r}.")
-        return cls(tuple(tuple(core) for core in left.split(",")), tuple(right))
 
     @cached_property
     def bonds(self) -> Labels:

@@ -1,31 +1,23 @@
 """Least squares for networks with loops or shared bonds, where no singular values tell the best cores."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bayestrain.formats import algebra
+from bayestrain.formats.algebra import Operand
 from bayestrain.formats.equation import Equation
 
-RIDGES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4)
-"""A start is fitted with a ridge that falls: it leads past most local minima."""
-
-GENTLE = (1e-3, 1e-5)
-"""Ridges that keep the small components of a tensor whose singular values fall over decades."""
-
-STARTS, SWEEPS, STEPS, STALLED = 8, 200, 60, 1e-3
-"""Random starts, sweeps and Newton steps at most; fitting stops where the relative error falls by less in ten."""
-
-FOUND, EXACT = 1e-3, 1e-8
-"""Relative errors below which no other start is tried, and below which nothing is left to fit."""
-
-SMALLEST = 1e-14
-"""Relative damping of Newton steps at least: their normal matrix is singular, since cores scale against each other."""
-
-WORK, NEWTON_WORK = 6e9, 2e10
-"""Multiplications that a fit core by core may take, roughly, and one of all cores at once."""
+RIDGES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4)  # a start is fitted with one that falls: past most local minima
+GENTLE = (1e-3, 1e-5)  # ridges that keep the small components of a tensor whose singular values fall over decades
+STARTS, SWEEPS, STEPS = 8, 200, 60  # random starts, sweeps and Newton steps at most
+STALLED = 1e-3  # fitting stops where the relative error falls by less in ten sweeps or steps
+FOUND, EXACT = 1e-3, 1e-8  # relative errors below which no other start is tried, and nothing is left to fit
+SMALLEST = 1e-14  # relative damping at least: Newton's normal matrix is singular, since cores scale against each other
+WORK, NEWTON_WORK = 6e9, 2e10  # rough multiplications that a fit core by core may take, and one of all cores at once
 
 
 def fitted(equation: Equation, tensor: Tensor, tol: float, caps: Sequence[int]) -> list[Tensor]:
@@ -120,15 +112,24 @@ def polished(
     equation: Equation, cores: Sequence[Tensor], tensor: Tensor, tol: float = 0.0
 ) -> tuple[float, list[Tensor]]:
     """Cores fitted until that gains little, and their error: by Newton steps for all at once, or core by core."""
-    best, error = list(cores), relative_error(equation, cores, tensor)
     if is_small(tensor, cores):
-        return newton(equation, best, tensor, tol)
+        return newton(equation, cores, tensor, tol)
     limit = int(min(SWEEPS, WORK / work(equation, tensor.shape, equation.ranks([core.shape for core in cores]))))
+    error_of = partial(relative_error, equation, tensor=tensor)
+    return swept(equation, cores, [(tensor, equation.modes)], error_of, max(tol, EXACT), limit)
+
+
+def swept(
+    equation: Equation, cores: Sequence[Tensor], goal: Sequence[Operand], error_of: Callable[[Sequence[Tensor]], float],
+    tol: float, limit: int = SWEEPS,
+) -> tuple[float, list[Tensor]]:  # fmt: skip
+    """Cores fitted core by core to a contraction of operands until that gains little, and their error."""
+    best, error = list(cores), error_of(cores)
     for _ in range(0, limit, 10):
-        if error <= max(tol, EXACT):
+        if error <= tol:
             break
-        best = algebra.refit(equation, best, [(tensor, equation.modes)], sweeps=min(10, limit))
-        before, error = error, relative_error(equation, best, tensor)
+        best = algebra.refit(equation, best, goal, sweeps=min(10, limit))
+        before, error = error, error_of(best)
         if before - error < STALLED * before:
             break
     return error, best

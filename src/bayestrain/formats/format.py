@@ -19,10 +19,7 @@ from bayestrain.formats.fitting import fitted
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A family of tensor networks, given by its `equation`; objects of one class are equal.
-
-    A format overrides another method only where it can do better than the generic way.
-    """
+    """A family of tensor networks, given by its `equation`; it overrides other methods only to do better."""
 
     name: ClassVar[str]
     splits: ClassVar[bool] = False
@@ -93,7 +90,8 @@ class Format(ABC):
 
     def spectra(self, equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
         """Per bond the singular values, largest first, by which `round` finds ranks."""
-        return trees.singular_values(equation, cores)
+        _, values, log_scale = trees.singular_gauge(equation, cores)
+        return [own * log_scale.exp() for own in values]
 
     def shown_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Ranks as people write them for this format."""

@@ -6,12 +6,8 @@ from functools import lru_cache
 
 from bayestrain.errors import ConfigError, ShapeError
 
-PADDING_PENALTY = 1.3
-"""How much worse (in sum of modes) an exact factorisation may be before a padded one is preferred."""
-
-TYPICAL_MODE = 5.0
-"""The mode size that the automatic number of cores aims at; larger modes mean fewer cores."""
-
+PADDING_PENALTY = 1.3  # how much worse (in sum of modes) an exact factorisation may be than a padded one
+TYPICAL_MODE = 5.0  # the mode size that the automatic number of cores aims at; larger modes mean fewer cores
 MAX_CORES = 4
 
 

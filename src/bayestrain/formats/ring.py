@@ -13,8 +13,7 @@ from bayestrain.formats.fitting import EXACT, fitted, is_quick, nearest, polishe
 from bayestrain.formats.format import Format
 from bayestrain.formats.tt import TensorTrain
 
-NOISE = 0.1
-"""Size of what fills the indices that a train does not have, relative to its cores."""
+NOISE = 0.1  # size of what fills the indices that a train does not have, relative to its cores
 
 
 class TensorRing(Format):

@@ -1,7 +1,4 @@
-"""Singular values in any network without loops, where cutting a bond splits the network in two.
-
-For a train this is TT-SVD and TT rounding (Oseledets 2011), for a Tucker tensor the higher-order SVD.
-"""
+"""Singular values in networks without loops: for trains TT-SVD and TT rounding (Oseledets 2011), for Tucker HOSVD."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -46,17 +43,10 @@ def round(equation: Equation, cores: Sequence[Tensor], tol: float, caps: Sequenc
     return [new.to(old.dtype) for new, old in zip(result, cores, strict=True)]
 
 
-def singular_values(equation: Equation, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Those of every bond, largest first, without materialising the tensor."""
-    _, values, log_scale = singular_gauge(equation, cores)
-    return [own * log_scale.exp() for own in values]
-
-
 def singular_gauge(equation: Equation, cores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Cores whose indices are singular directions, the singular values of every bond, and the log of a common factor.
 
-    All cores but the first are orthonormal in the bond to their parent, so dropping the last indices of several bonds
-    projects the tensor once per bond: the errors add in squares at most. The factor keeps products in range.
+    Cores but the first are orthonormal in the bond to their parent: errors of cuts add in squares at most.
     """
     result = [core.double() for core in cores]
     log_scale, values = result[0].new_zeros(()), dict.fromkeys(equation.bonds, result[0])
@@ -93,11 +83,8 @@ def tour(equation: Equation, k: int) -> Iterator[tuple[int, int, str, bool]]:
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The thin singular value decomposition; of wide matrices LAPACK finds that of the transpose ten times as fast.
-
-    Signs do not depend on rounding: the largest entry of every left vector is positive.
-    """
-    wide = matrix.shape[0] < matrix.shape[1]
+    """The thin singular value decomposition, where the largest entry of every left vector is positive."""
+    wide = matrix.shape[0] < matrix.shape[1]  # LAPACK finds that of the transpose ten times as fast
     u, s, vh = torch.linalg.svd(matrix.mT if wide else matrix, full_matrices=False)
     u, vh = (vh.mT, u.mT) if wide else (u, vh)
     sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)

@@ -12,16 +12,14 @@ from bayestrain.formats.fitting import SWEEPS
 from bayestrain.formats.format import Format
 from bayestrain.formats.trees import thin_svd
 
-WHOLE = 3
-"""Modes of no more entries have no factor: it would hold about as many entries as it saves."""
+WHOLE = 3  # modes of no more entries have no factor: it would hold about as many entries as it saves
 
 
 class Tucker(Format):
     """``xyz, ax, by, cz -> abc``: entry (i, j, k) is the core between row i, j and k of the factors.
 
-    A mode of at most `WHOLE` entries stays in the core, such as the rows of a 3x3 kernel where they are a mode, or
-    the single tap of a 1x1 convolution. A matrix has one factor, because two would hold a superfluous core. Rounding by
-    singular values is generic; its squared error is at most as many times the least as there are factors.
+    A mode of at most `WHOLE` entries stays in the core, such as the rows of a 3x3 kernel, and a matrix has one factor.
+    Rounding is generic; its squared error is at most as many times the least as there are factors.
     """
 
     name: ClassVar[str] = "tucker"

@@ -1,8 +1,7 @@
 """``save_pretrained`` and ``from_pretrained`` of `transformers` for models with factorised layers.
 
-``config.json`` describes the weights as a quantisation method, which `transformers` asks for the layers to load into.
-It also names a file of weights that only this module corrects: without it, loading ends in an error instead of random
-dense layers, since the library skips methods that it does not know.
+``config.json`` describes the weights as a quantisation method, which `transformers` asks for the layers to load into,
+and names a file of weights that only this module corrects: without it loading fails, instead of random layers.
 """
 
 import json
@@ -22,11 +21,10 @@ from bayestrain.errors import ConfigError, ConversionError, DataError
 from bayestrain.files import write_json
 from bayestrain.formats import get
 from bayestrain.io.plain import PLAIN
-from bayestrain.io.save import LAYOUT, _built, _sizes
+from bayestrain.io.save import _built, _sizes, described, parsed
 from bayestrain.nn.convert import install
 from bayestrain.nn.factorized import FactorizedWeight, RankState
 from bayestrain.nn.layer import TensorLayer
-from bayestrain.nn.layout import Layout
 from bayestrain.nn.parameters import HOLDER
 
 METHOD, VERSION = "bayestrain", 1
@@ -65,11 +63,10 @@ class FactorizedLoader(HfQuantizer):  # type: ignore[misc]
                 names = (path, prefix + path, path.removeprefix(prefix))  # a head may have come or gone
                 name = next((name for name in names if name.partition(f".{HOLDER}")[0] in modules), None)
                 if name is not None:
-                    sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
-                    layout = Layout(**sizes, name=str(about["layout"]["name"]))
-                    shapes = get(about["format"]).equation(layout.sizes).shapes(layout.sizes, _sizes(about["ranks"]))
+                    known[name] = parsed(about)
+                    sizes = known[name]["layout"].sizes
+                    shapes = get(about["format"]).equation(sizes).shapes(sizes, _sizes(about["ranks"]))
                     tensors |= {f"{name}.cores.{k}": torch.empty(s, device="meta") for k, s in enumerate(shapes)}
-                    known[name] = about | {"layout": layout}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"config.json describes no factorised weights of version {VERSION}: {error!r}.") from error
         for target, source in model.all_tied_weights_keys.items():  # which the library does after loading only
@@ -111,14 +108,11 @@ def tie_(model: Any) -> set[str]:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The factorised weights of a model, as JSON holds them."""
-    return {
-        path: {
-            "format": weight.format.name, "equation": str(weight.equation), "ranks": weight.ranks,
-            "layout": {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)},
-            "lambda": weight.rank_state is not None,
-        }
-        for path, weight in model.named_modules() if isinstance(weight, FactorizedWeight)
-    }  # fmt: skip
+    found = described(model)
+    for path, about in found.items():
+        weight: Any = model.get_submodule(path)
+        about |= {"ranks": weight.ranks, "lambda": weight.rank_state is not None}
+    return found
 
 
 save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings
@@ -131,10 +125,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if PLAIN in vars(self):
-        raise ConfigError(
-            "from_pretrained cannot load what to_plain has made. Save it with torch.save(model, file) or "
-            "bayestrain.export(model, file), or save the model that to_plain was given."
-        )
+        raise ConfigError("from_pretrained cannot load what to_plain has made. Save the model that to_plain was given.")
     if not weights and method != METHOD:
         return save(self, *args, **kwargs)
     if weights and method not in (None, METHOD):
@@ -165,10 +156,7 @@ def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **k
     for key in sorted(key for key in info["unexpected_keys"] if CORE.search(key)):
         path = key.partition(f".{HOLDER}")[0]
         if not modules.keys().isdisjoint((path, prefix + path, path.removeprefix(prefix))):
-            raise DataError(
-                f"The files have cores of the layer {path!r}, which the model's config does not describe. Load without "
-                "config=, or with that of AutoConfig.from_pretrained, and leave quantization_config in it as it is."
-            )
+            raise DataError(f"The files have cores of {path!r}, which the config does not describe. Leave config= out.")
     return (model, info) if output_loading_info else model
 
 
@@ -176,10 +164,7 @@ def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **k
 def resize_token_embeddings(self: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
     tables = [self.get_input_embeddings(), self.get_output_embeddings()]
     if (new_num_tokens or args or kwargs) and any(isinstance(table, TensorLayer) for table in tables):
-        raise ConversionError(
-            "The table of tokens is factorised and cannot be resized. Resize the embeddings of the dense model before "
-            "you convert it, or leave them dense with tensorize_(model, exclude=..)."
-        )
+        raise ConversionError("The table of tokens is factorised. Resize the dense model's before you convert it.")
     return resize(self, new_num_tokens, *args, **kwargs)
 
 

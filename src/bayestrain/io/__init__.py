@@ -1,8 +1,4 @@
-"""Models that leave the process: saved folders, ordinary PyTorch modules, and files for other runtimes.
-
-`save` and `load` keep the factorised layers, `to_plain` replaces them by PyTorch's own, and `export` writes a network
-or a posterior for a runtime that knows nothing of BayesTrain.
-"""
+"""Models that leave the process: saved folders, ordinary PyTorch modules, and files for other runtimes."""
 
 from bayestrain.io.export import ExportReport, export
 from bayestrain.io.plain import to_plain

@@ -5,8 +5,7 @@ from typing import Any
 
 from bayestrain.tables import times
 
-HEAD = "---\nlibrary_name: bayestrain\ntags:\n- compression\n- low-rank\n---\n"
-"""How our cards begin: a README that begins otherwise is left as it is."""
+HEAD = "---\nlibrary_name: bayestrain\ntags:\n- compression\n- low-rank\n---\n"  # other READMEs are left alone
 
 
 def card(about: Mapping[str, Any], ranks: Mapping[str, Iterable[int]]) -> str:

@@ -17,7 +17,7 @@ from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, che
 from bayestrain.files import write_atomically, writing
 from bayestrain.io.plain import plain
 from bayestrain.io.runtimes import NEEDED, WRITERS, quiet
-from bayestrain.io.save import check_values
+from bayestrain.io.save import as_json, check_values
 from bayestrain.io.stored import BITS, Mixture, Packed, share_
 from bayestrain.nn.evaluation import evaluating
 from bayestrain.nn.sizes import count_parameters, dense_parameters, ranks
@@ -25,8 +25,7 @@ from bayestrain.posterior import ParticleModel, Regression
 
 Axes = Mapping[int, str]
 BATCH: Axes = {0: "batch"}
-TOLERANCE = 1e-4
-"""The largest difference between a file and PyTorch, relative to the largest value of the same output."""
+TOLERANCE = 1e-4  # largest difference between a file and PyTorch, relative to the largest value of the same output
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ def export(
     Args:
         model: any module, or a posterior with a classification or regression likelihood.
         path: the file to write, in a folder that exists; an older file is replaced.
-        format: "onnx"; "pt2", which `torch.export.load` reads; or "executorch", for devices, where the example has the
-            largest sizes there will be.
+        format: "onnx"; "pt2" for `torch.export.load`; or "executorch", where the example has the largest sizes.
         example: what to call the model with: a tensor, a tuple of them, or a dict of them by argument.
         dynamic: the axes whose size may vary and their names, such as ``{0: "batch", 1: "length"}``, for all inputs, or
             a list with those of each.
@@ -85,9 +83,7 @@ def export(
         raise ConfigError(f"format={format!r} needs packages that are not installed. Type: pip install {missing}")
     with writing(path):
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigError(
-                f"Cannot write the file {path}: it is a folder, or its folder is missing or not writable."
-            )
+            raise ConfigError(f"Cannot write {path}: it is a folder, or its folder is missing or not writable.")
     about = _about(model, weights, metadata or {})
     if isinstance(model, ParticleModel) and isinstance(example, Mapping):  # whose networks are called with one input
         example = tuple(example.values())
@@ -97,6 +93,10 @@ def export(
     rows, largest = {own[0] for own in axes if 0 in own}, sizes if format == "executorch" else {}
     other = {name: n - 1 if largest or name not in rows else 2 * n + 1 for name, n in sizes.items()}
     calls = [_resized(inputs, axes, spec, own) for own in (sizes, other, sizes | dict.fromkeys(rows, 1))]
+    forward = inspect.signature((model.template if isinstance(model, ParticleModel) else model).forward).parameters
+    known = [name for name, own in forward.items() if own.kind == own.POSITIONAL_OR_KEYWORD]
+    args, kwargs = calls[0]
+    names = [*[*known, *(f"input_{k}" for k in range(len(known), len(args)))][: len(args)], *kwargs]
     network = Mixture(model) if isinstance(model, ParticleModel) else model
     network = plain(network, smallest=True, folds=format == "onnx").cpu().eval()
     share_(network)
@@ -112,8 +112,7 @@ def export(
     try:
         with quiet():
             program = _program(network, calls[0], axes, largest)
-            named = dict(zip(_names(model, *calls[0]), axes, strict=True))
-            content, nodes, run = WRITERS[format](program, about, named, list(goal[0]))
+            content, nodes, run = WRITERS[format](program, about, dict(zip(names, axes, strict=True)), list(goal[0]))
             found = [_outputs(run, *own) for own in calls]
     except BayesTrainError:
         raise
@@ -123,10 +122,8 @@ def export(
     alike = list(goal[0])[type(model.likelihood) is Regression :] if isinstance(model, ParticleModel) else []
     worst, loss = (_difference(goal, others, alike) for others in (found, expected))
     if not worst <= TOLERANCE:
-        raise ConversionError(
-            f"Nothing was written: the file's outputs differ from PyTorch's by {worst:.1e} of their largest, more "
-            f"than {TOLERANCE:.0e}. Does the forward pass depend on values, or run in less than single precision?"
-        )
+        why = "Does the forward pass depend on values, or run in less than single precision?"
+        raise ConversionError(f"Nothing was written: the outputs differ from PyTorch's by {worst:.1e}. {why}")
     write_atomically(path, content)
     return ExportReport(path, format, len(content), nodes, worst, loss, getattr(network, "kept", {}))
 
@@ -144,12 +141,7 @@ def _about(model: Any, weights: str | None, metadata: Mapping[str, Any]) -> dict
         about |= {"kind": "posterior", "particles": len(model), "likelihood": type(model.likelihood).__name__}
         about["temperature"] = getattr(model.likelihood, "temperature", None)
     check_values(module, tensors)
-    if taken := sorted(about.keys() & metadata.keys() if isinstance(metadata, Mapping) else ()):
-        raise ConfigError(f"metadata must not contain {taken[0]!r}, which export writes itself. Give it another name.")
-    try:
-        return dict(json.loads(json.dumps(about | dict(metadata), allow_nan=False)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"metadata must hold what JSON can: text, finite numbers, lists, dicts. {error}.") from error
+    return dict(json.loads(as_json(about, metadata, "metadata")))
 
 
 def _inputs(example: Any, dynamic: Axes | Sequence[Axes]) -> tuple[list[Tensor], list[Axes], Any]:
@@ -176,13 +168,6 @@ def _resized(inputs: Sequence[Tensor], axes: Sequence[Axes], spec: Any, sizes: M
             index = torch.arange(sizes[name]) % found[place].shape[axis]
             found[place] = found[place].index_select(axis, index)
     return tree.tree_unflatten(found, spec)
-
-
-def _names(model: Any, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> list[str]:
-    """What the model calls its inputs."""
-    forward = inspect.signature((model.template if isinstance(model, ParticleModel) else model).forward)
-    known = [own.name for own in forward.parameters.values() if own.kind == own.POSITIONAL_OR_KEYWORD]
-    return [*[*known, *(f"input_{k}" for k in range(len(known), len(args)))][: len(args)], *kwargs]
 
 
 def _outputs(model: Any, args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -216,10 +201,7 @@ def _program(network: nn.Module, call: Any, axes: Sequence[Axes], largest: Mappi
 
 
 def _difference(calls: Sequence[Mapping[str, Tensor]], found: Sequence[Mapping[str, Tensor]], alike: Any) -> float:
-    """The largest difference of an output, relative to its largest value, or that of all of `alike` for these.
-
-    It is NaN if shapes differ.
-    """
+    """The largest difference relative to an output's largest value, or that of all of `alike`; NaN if shapes differ."""
     worst = [0.0]
     for expected, own in zip(calls, found, strict=True):
         sizes = {

@@ -4,12 +4,12 @@ import copy
 import dis
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from string import ascii_letters
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,13 @@ from bayestrain.nn.convert import replace_layers
 from bayestrain.nn.embedding import TensorEmbedding, TensorEmbeddingBag
 from bayestrain.nn.factorized import FactorizedWeight
 from bayestrain.nn.layer import TensorLayer, is_lazy
-from bayestrain.nn.layout import Layout
 from bayestrain.nn.linear import TensorLinear
 from bayestrain.nn.parameters import is_parametrised, take_
 
-SLACK, ROWS = 1.1, 64
-"""How much larger than the cores the smallest form may be, and the batch that products core by core are planned for."""
-
-SMALL = 0.4
-"""In onnxruntime thin products with at most so many of the multiplications of the dense one are faster, as measured."""
-
-PLAIN = "made_plain"
-"""The attribute of models of `transformers` that `to_plain` has made, which their own methods cannot save."""
+SLACK = 1.1  # how much larger than the cores the smallest form may be
+ROWS = 64  # the batch that products core by core are planned for
+SMALL = 0.4  # thin products with at most this share of the dense multiplications are faster in onnxruntime, as measured
+PLAIN = "made_plain"  # attribute of models of `transformers` that `to_plain` made, which they themselves cannot save
 
 POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -43,10 +38,9 @@ POINTWISE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def to_plain(model: nn.Module) -> nn.Module:
     """Return a new model of ordinary PyTorch modules with the same outputs; `model` stays as it is.
 
-    A linear layer becomes an `nn.Sequential` of thin `nn.Linear`, a convolution one of thin convolutions, and an
-    embedding an `nn.Embedding` and an `nn.Linear`, or each the dense layer where that is smaller or multiplies less. A
-    paired linear weight becomes a generated `torch.fx.GraphModule` of reshapes and products. Other modules have their
-    parameters whole. Shared weights stay shared, hooks and frozen parameters stay; lambda is left out.
+    A layer becomes an `nn.Sequential` of thin ones, or the dense one where that is smaller or multiplies less, and one
+    with a paired weight a `torch.fx.GraphModule` of reshapes and products. Other modules have their parameters whole.
+    Shared weights, hooks and frozen parameters stay; lambda is left out.
     """
     return plain(model)
 
@@ -74,9 +68,10 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
             users.setdefault(module.factorized, []).append(module)
     direct, replacements = _read_directly(root), dict[nn.Module, nn.Module]()
     for layers in users.values():
-        form = _form(layers, not direct.isdisjoint(layers), smallest, folds)
-        for layer in layers if form.tensors or form.whole else ():
-            replacements[layer] = made = _module(layer, form, len(layers) == 1).train(layer.training)
+        if (make := _replacement(layers, not direct.isdisjoint(layers), smallest, folds)) is None:
+            continue
+        for layer in layers:
+            replacements[layer] = made = make(layer).train(layer.training)
             known = {name: getattr(layer, name) for name in layer.settings if not hasattr(made, name)}
             for name, value in known.items():  # which modules around it may read
                 setattr(made, name, value)
@@ -93,10 +88,7 @@ def plain(model: nn.Module, smallest: bool = False, folds: bool = False) -> nn.M
 
 
 def _read_directly(root: nn.Module) -> set[nn.Module]:
-    """The layers whose parameters the forward pass of a module around them reads, as that of attention does.
-
-    Where it is not plain which layers are read, as in loops, these are all that the code may mean.
-    """
+    """The layers whose parameters the code of a module around them reads, as that of attention does, or may read."""
     found: set[nn.Module] = set()
     for parent in root.modules():
         kind = getattr(type(parent), "dense_kind", type(parent))
@@ -110,16 +102,8 @@ def _read_directly(root: nn.Module) -> set[nn.Module]:
                 below, end = parent.named_modules(remove_duplicate=False), ".".join(("", *path))
                 found |= {module for name, module in below if f".{name}".endswith(end)}
             else:
-                found |= set(_children(parent))
+                found |= set(parent.modules())
     return found
-
-
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a module, and those in lists of modules."""
-    for child in module.children():
-        yield child
-        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            yield from _children(child)
 
 
 @cache
@@ -147,21 +131,6 @@ def _reads(kind: type[nn.Module]) -> set[tuple[bool, tuple[str, ...]]]:
     return found
 
 
-class _Form(NamedTuple):
-    """A weight as one dense tensor, thin kernels in the order in which they act, or cores; empty to keep the layer.
-
-    Cores with stages become one kernel for each stage in each pass, or the two halves of a weight cut at a factor.
-    """
-
-    tensors: tuple[nn.Parameter, ...] = ()
-    chain: chains.Chain | None = None
-    labels: tuple[tuple[str, ...], ...] = ()
-    stages: tuple[int, ...] = ()
-    cut: int = 0
-    whole: bool = False
-    """Whether the layer keeps its cores, and the runtime makes the dense weight of them when it loads the file."""
-
-
 class _Whole(nn.Module):
     """A factorised layer that runs as the dense one, with the weight of its cores."""
 
@@ -174,32 +143,34 @@ class _Whole(nn.Module):
         return functional_call(self.run[0], tensors, (x,))  # type: ignore[no-any-return]
 
 
-def _form(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> _Form:
-    """The form of the weight that these layers share; `whole` if the dense one is read."""
+def _replacement(layers: Sequence[Any], whole: bool, smallest: bool, folds: bool) -> Callable[..., nn.Module] | None:
+    """What makes the modules for the layers of one weight; None if they stay. `whole`: the dense weight is read."""
     layer, kinds, like = layers[0], {type(own) for own in layers}, layers[0].cores[0]
     weight = copy.deepcopy(layer.factorized).cpu().double()
 
-    def form(tensors: Sequence[Tensor], *others: Any) -> _Form:
-        return _Form(tuple(nn.Parameter(own.to(like).contiguous(), like.requires_grad) for own in tensors), *others)
+    def parameters(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+        return [nn.Parameter(own.to(like).contiguous(), like.requires_grad) for own in tensors]
 
     axes, dense, limit = weight.layout.labels, math.prod(weight.shape), SLACK * weight.numel if smallest else math.inf
     if not whole and (isinstance(layer, TensorConv) or kinds <= {TensorLinear, TensorEmbedding}):
         positions = layer._positions() if len(axes) > 2 else (1, 1)
         chain, share = chains.cheapest(chains.network(weight), axes, weight.shape, positions)
         if folds and len(axes) > 2 and share > SMALL and dense > limit:
-            return _Form(whole=True)
+            return _Whole
         if chain is not None and (len(axes) > 2 or chain.groups == 1):
             kernels = chains.kernels(weight, chain)
             if sum(own.numel() for own in kernels) <= limit:
-                return form(kernels, chain)
+                return partial(_thin, kernels=parameters(kernels), chain=chain, alone=len(layers) == 1)
         if kinds == {TensorLinear} and weight.numel < dense:
             stages, cut = (chain.stages, 0) if chain is not None else _halves(weight) if folds else ((), 0)
             fewer = dense > limit if smallest else weight.operations(ROWS)[0] < ROWS * dense
             if fewer and (stages or not folds):
                 cores, labels = zip(*weight.operands(), strict=True)
-                return form(cores, None, labels, stages if folds else (), cut)
-    # PyTorch's own bags do not export.
-    return _Form() if dense > limit or (smallest and TensorEmbeddingBag in kinds) else form([weight.dense()])
+                used = stages if folds else ()
+                return partial(_core_by_core, cores=parameters(cores), labels=labels, stages=used, cut=cut)
+    if dense > limit or (smallest and TensorEmbeddingBag in kinds):  # PyTorch's own bags do not export
+        return None
+    return partial(_dense, weight=parameters([weight.dense()])[0], alone=len(layers) == 1)
 
 
 def _halves(weight: FactorizedWeight) -> tuple[tuple[int, ...], int]:
@@ -219,18 +190,11 @@ def _halves(weight: FactorizedWeight) -> tuple[tuple[int, ...], int]:
     return best
 
 
-def _module(layer: Any, form: _Form, alone: bool) -> nn.Module:
-    """The module that replaces a layer, with its weight in this form."""
-    if form.whole:
-        return _Whole(layer)
-    if form.labels:
-        cores = {f"core_{k}": core for k, core in enumerate(form.tensors)}
-        return _generated(_core_by_core(layer.factorized.layout, form), **cores, bias=layer.bias)
+def _dense(layer: Any, weight: nn.Parameter, alone: bool) -> nn.Module:
+    """The dense layer."""
     if type(layer) is TensorEmbedding:
-        return _embedding(layer, form.tensors, alone)
-    if form.chain is not None:
-        return _thin(layer, form.tensors, form.chain)
-    made, (weight,) = layer.to_dense(), form.tensors
+        return _embedding(layer, [weight], alone)
+    made = layer.to_dense()
     if layer.oriented(weight) is weight and not isinstance(layer, TensorEmbedding):
         made.weight = weight  # which other layers may share
     made.weight.requires_grad_(weight.requires_grad)
@@ -239,19 +203,18 @@ def _module(layer: Any, form: _Form, alone: bool) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
-def _thin(layer: Any, kernels: Sequence[nn.Parameter], chain: chains.Chain) -> nn.Sequential:
-    """Linear layers or convolutions with these kernels, one after the other."""
+def _thin(layer: Any, kernels: Sequence[nn.Parameter], chain: chains.Chain, alone: bool) -> nn.Module:
+    """Thin layers with these kernels, one after the other."""
+    if type(layer) is TensorEmbedding:
+        return _embedding(layer, kernels, alone)
     found = []
     for place, kernel in enumerate(kernels):
         kind, groups, settings = POINTWISE[kernel.ndim - 2], 1, {"kernel_size": 1} if kernel.ndim > 2 else {}
         bias, weight = layer.bias if place == len(kernels) - 1 else None, kernel
         if kernel.ndim > 2 and place == (0 in chain.stages):
-            kind, groups, settings = (
-                layer.dense_kind,
-                chain.groups,
-                {key: getattr(layer, key) for key in layer.settings},
-            )
-            settings = {key: value for key, value in settings.items() if "channels" not in key} | {"groups": groups}
+            kind, groups = layer.dense_kind, chain.groups
+            settings = {key: getattr(layer, key) for key in layer.settings if "channels" not in key}
+            settings["groups"] = groups
             if layer.oriented(kernel) is not kernel:
                 turned = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
                 weight = nn.Parameter(turned, kernel.requires_grad)
@@ -293,17 +256,20 @@ def _generated(function: Callable[..., Tensor], **parameters: nn.Parameter | Non
     return fx.symbolic_trace(root)
 
 
-def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
-    """The product of an input with a weight's cores, along a path that is fixed."""
+def _core_by_core(
+    layer: Any, cores: Sequence[nn.Parameter], labels: Sequence[tuple[str, ...]], stages: Sequence[int], cut: int
+) -> fx.GraphModule:
+    """A module that multiplies by cores along a fixed path, or by one kernel for each stage or half that they form."""
+    layout = layer.factorized.layout
     (outs, ins), sizes = layout.labels, dict(zip(layout.labels[1], layout.splits[1], strict=True)) | {"batch": ROWS}
-    for labels, core in zip(form.labels, form.tensors, strict=True):
-        sizes |= dict(zip(labels, core.shape, strict=True))
-    stages, cut = form.stages or range(len(form.labels)), form.cut
+    for names, core in zip(labels, cores, strict=True):
+        sizes |= dict(zip(names, core.shape, strict=True))
+    stages = stages or range(len(labels))
     merged = list[tuple[list[int], tuple[str, ...]]]()
     for stage in sorted(set(stages)):
         own = [k for k, other in enumerate(stages) if other == stage]
-        used = {*outs, *ins, *(label for k, labels in enumerate(form.labels) if k not in own for label in labels)}
-        kept = dict.fromkeys(label for k in own for label in form.labels[k] if label in used)
+        used = {*outs, *ins, *(label for k, names in enumerate(labels) if k not in own for label in names)}
+        kept = dict.fromkeys(label for k in own for label in labels[k] if label in used)
         merged.append((own, tuple(kept)))
     if cut:
         bonds = tuple(label for label in merged[0][1] if label in merged[1][1])
@@ -323,7 +289,7 @@ def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
 
     def multiply(x: Any, *tensors: Any) -> Any:
         x = F.pad(x, (0, layout.padded[1] - layout.axes[1])) if layout.padded[1] > layout.axes[1] else x
-        kernels = [contracted([(tensors[k], form.labels[k]) for k in own], kept) for own, kept in merged]
+        kernels = [contracted([(tensors[k], labels[k]) for k in own], kept) for own, kept in merged]
         if cut:  # the shapes are such that no large tensor is transposed
             (a, b), (c, d) = ([math.prod(own[s]) for own in layout.splits] for s in (slice(cut), slice(cut, None)))
             y = x.unflatten(-1, (b, d)) @ kernels[1].reshape(d, -1)
@@ -335,4 +301,4 @@ def _core_by_core(layout: Layout, form: _Form) -> Callable[..., Tensor]:
         y = y.narrow(-1, 0, layout.axes[0]) if layout.padded[0] > layout.axes[0] else y
         return y if tensors[-1] is None else y + tensors[-1]  # the bias
 
-    return multiply
+    return _generated(multiply, **{f"core_{k}": core for k, core in enumerate(cores)}, bias=layer.bias)

@@ -14,11 +14,9 @@ from torch.export.graph_signature import TensorArgument
 
 from bayestrain.errors import ConfigError
 
-FOLDED = 16
-"""Tensors of at most so many entries are computed in advance; more would put products of weights beside the weights."""
+FOLDED = 16  # entries of tensors that are computed in advance; more would put products of weights beside the weights
 
-Written = tuple[bytes, int, Callable[..., Any]]
-"""Bytes of a file, how many operations it has, and what runs it."""
+Written = tuple[bytes, int, Callable[..., Any]]  # bytes of a file, how many operations it has, and what runs it
 
 
 def to_onnx(
@@ -28,8 +26,6 @@ def to_onnx(
     import onnxruntime  # type: ignore[import-untyped]
     import onnxscript.optimizer
 
-    if sum(tensor.nbytes for tensor in program.state_dict.values()) >= 2**31:
-        raise ConfigError("An ONNX file holds at most 2 GB. Use format='pt2', or weights='int8'.")
     odd = [spec.arg for spec in program.graph_signature.output_specs if not isinstance(spec.arg, TensorArgument)]
     if any(getattr(arg, "value", arg) is not None for arg in odd):  # a None is left out
         raise ConfigError("An ONNX file returns tensors, and this network a number or text, too. Leave that out.")

@@ -1,7 +1,6 @@
 """Saved models and posteriors: a folder with the tensors (safetensors) and ``model.json``, which describes them.
 
-The JSON holds format, equation and layout of every factorised weight, and the tensors have the ranks found in training,
-so that a dense network becomes the saved model. What is read is compared with the network before that changes.
+A dense network becomes the saved model. What is read is compared with the network before that changes.
 """
 
 import copy
@@ -31,11 +30,8 @@ from bayestrain.posterior import Classification, Joint, Likelihood, ParticleMode
 
 VERSION = 2
 WEIGHTS, PARTICLES, DESCRIPTION, CARD = "model.safetensors", "posterior.safetensors", "model.json", "README.md"
-LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64
-"""Bounds on what is read: bytes of the JSON, and the number of sizes in one list."""
-
-LAYOUT = {"shape": 1, "axes": 1, "splits": 2, "modes": 2}
-"""What describes a layout: how deep its lists of sizes are nested."""
+LARGEST_DESCRIPTION, MOST_SIZES = 64 << 20, 64  # bounds on what is read: bytes of the JSON, and sizes in one list
+LAYOUT = {"shape": 1, "axes": 1, "splits": 2, "modes": 2}  # of a layout, and how deep its lists of sizes are nested
 
 
 def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str, Any] | None = None) -> None:
@@ -44,9 +40,8 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     The JSON describes a network whose modules are all PyTorch's own, such as an `nn.Sequential` of layers, so that
     `load` builds it. The schema of the file is ``model.schema.json`` beside this module.
 
-    A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays.
-
-    Remove lambda first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
+    A model card, ``README.md``, shows what is known; one that you wrote or changed the head of stays. Remove lambda
+    first, with `RankPrior.remove_` or `Posterior.fix_ranks_`. Frozen parameters are saved once.
     """
     if not isinstance(model, nn.Module | ParticleModel):
         raise ConfigError(f"Expected a torch.nn.Module or a posterior, got a {type(model).__name__}. Pass the model.")
@@ -54,11 +49,10 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
     with writing(folder):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"A model is saved into a folder, but {path} is a file. Choose another name.")
-        for name in (DESCRIPTION, WEIGHTS, PARTICLES, CARD):
-            if (there := folder / name).exists() and not there.is_file():
-                raise ConfigError(f"{there} is not a file. Choose another folder, or delete it.")
-        if foreign := _foreign(folder):
-            raise ConfigError(f"{foreign} is not of a model that save wrote. Choose another folder, or delete it.")
+        judged = (DESCRIPTION,) if (folder / DESCRIPTION).exists() else (WEIGHTS, PARTICLES)
+        for file in (folder / name for name in (DESCRIPTION, WEIGHTS, PARTICLES, CARD)):
+            if file.exists() and not (file.is_file() and (file.name not in judged or _ours(file))):
+                raise ConfigError(f"{file} is not of a model that save wrote. Choose another folder, or delete it.")
     own: dict[str, Any] = {"version": VERSION, "kind": "model"}
     tensors = _tensors(module)
     if not isinstance(model, nn.Module):
@@ -71,26 +65,14 @@ def save(model: nn.Module | ParticleModel, path: Path | str, about: Mapping[str,
         own["shared"] = sorted(tensors.keys() - stacked.keys())
         tensors |= stacked
     check_values(module, tensors)
-    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module), "weights": {}}
-    own["network"] = _network(model)
-    for name, weight in module.named_modules():
-        if isinstance(weight, FactorizedWeight):
-            if weight.rank_state is not None:
-                raise ConfigError(
-                    "The model still carries lambda. Call prior.remove_(), or posterior.fix_ranks_() if it is a "
-                    "posterior; if there is no prior any more, RankPrior(model, num_data=1).remove_()."
-                )
-            layout = {key: getattr(weight.layout, key) for key in ("name", *LAYOUT)}
-            own["weights"][name] = {"format": weight.format.name, "equation": str(weight.equation), "layout": layout}
-    if taken := sorted(own.keys() & about.keys() if isinstance(about, Mapping) else ()):
-        raise ConfigError(f"about must not contain {taken[0]!r}, which save writes itself. Give it another name.")
+    if any(isinstance(state, RankState) for state in module.modules()):
+        raise ConfigError("The model still carries lambda. Call RankPrior.remove_(), or Posterior.fix_ranks_().")
+    own |= {"parameters": count_parameters(module), "dense_parameters": dense_parameters(module)}
+    own |= {"weights": described(module), "network": _network(model)}
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
     content = safetensors.torch.save(plain, {"bayestrain": str(VERSION)})  # of two keys the order would vary
     own["sha256"] = hashlib.sha256(content).hexdigest()
-    try:
-        text = json.dumps({**(about or {}), **own}, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"about must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
+    text = as_json(own, about or {}, "about")
     file = folder / (WEIGHTS if own["kind"] == "model" else PARTICLES)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,13 +93,10 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
 
     Args:
         path: the folder, or one of its files.
-        into: a freshly built network, before or after `tensorize_`. Its layers are replaced where they were factorised,
-            its tensors take the values and types of the file, and it is returned, or becomes the posterior's template.
-            It loses lambda, which no saved model has. It can be left out if all its modules are PyTorch's own.
+        into: a freshly built network, before or after `tensorize_`, which takes the layers, values and types of the
+            file, and is returned, or becomes the posterior's template. Not needed if all modules are PyTorch's own.
         likelihood: of a posterior, if it is neither a `Classification` nor a `Regression`.
     """
-    if not isinstance(path, str | Path):
-        raise ConfigError(f"path must be the folder of a saved model, got {path!r}.")
     if not isinstance(into, nn.Module | None):
         raise ConfigError(f"into must be a network, got {into!r}. If that builds one, call it first.")
     folder, description = _read_description(path)
@@ -141,38 +120,48 @@ def load(path: Path | str, into: nn.Module | None = None, likelihood: Likelihood
     return ParticleModel(joint.eval(), particles, carried)
 
 
-def _foreign(folder: Path) -> Path | None:
-    """A file in this folder that `save` would replace though another program wrote it, such as `transformers`."""
-    for name, other in ((DESCRIPTION, None), (WEIGHTS, DESCRIPTION), (PARTICLES, DESCRIPTION)):
-        file = folder / name
-        if not file.exists() or (other and (folder / other).exists()):
-            continue
-        try:
-            known = _ours(file) if other else {"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys()
-        except (AttributeError, OSError, RecursionError, ValueError):
-            known = False
-        if not known:
-            return file
-    return None
+def as_json(own: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
+    """What is known of a model, and what a user says of it in the argument `name`."""
+    if taken := sorted(own.keys() & given.keys() if isinstance(given, Mapping) else ()):
+        raise ConfigError(f"{name} must not contain {taken[0]!r}, which is written anyway. Give it another name.")
+    try:
+        return json.dumps({**given, **own}, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} must hold what JSON can: text, finite numbers, lists and dicts. {error}.") from error
 
 
 def _ours(file: Path) -> bool:
-    """Whether `save` wrote these tensors."""
+    """Whether `save` wrote a file."""
     try:
+        if file.name == DESCRIPTION:
+            return bool({"version", "kind", "weights"} <= json.loads(file.read_bytes()).keys())
         with safetensors.safe_open(file, "pt") as found:
             return "bayestrain" in (found.metadata() or {})
-    except (OSError, SafetensorError):
+    except (AttributeError, OSError, RecursionError, SafetensorError, ValueError):
         return False
+
+
+def described(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What ``model.json`` says of the factorised weights of a module."""
+    return {
+        name: {"format": own.format.name, "equation": str(own.equation),
+               "layout": {key: getattr(own.layout, key) for key in ("name", *LAYOUT)}}
+        for name, own in module.named_modules() if isinstance(own, FactorizedWeight)
+    }  # fmt: skip
+
+
+def parsed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What it says of one weight, with its layout as an object; raises if that cannot be."""
+    sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
+    return {**about, "layout": Layout(**sizes, name=str(about["layout"]["name"]))}
 
 
 def _network(model: nn.Module | ParticleModel) -> Any:
     """The modules of a network for ``model.json``, or None if that cannot say how to build it."""
     module = model if isinstance(model, nn.Module) else model.joint
-    tensors, weights = _tensors(module), dict[str, Any]()
-    for name, own in module.named_modules():
-        if isinstance(own, FactorizedWeight):
-            weights[name] = {"format": own.format.name, "equation": str(own.equation), "layout": own.layout}
+    tensors = _tensors(module)
     try:
+        weights = {name: parsed(about) for name, about in described(module).items()}
         found = describe(module if isinstance(model, nn.Module) else model.joint.model)
         network = build(found, len(tensors))
         whole = network if isinstance(model, nn.Module) else Joint(network, copy.deepcopy(model.joint.likelihood))
@@ -186,10 +175,7 @@ def _built_network(folder: Path, description: Mapping[str, Any]) -> nn.Module:
     """The network that a description describes, on the meta device."""
     file = _current(folder / (WEIGHTS if description["kind"] == "model" else PARTICLES), description)
     if description.get("network") is None:
-        raise ConfigError(
-            f"{folder / DESCRIPTION} does not say how to build the network, which has classes or shared layers of its "
-            "own. Build it as it was, and pass it: load(path, into=network)."
-        )
+        raise ConfigError(f"{folder / DESCRIPTION} does not say how to build a network. Use load(path, into=network).")
     with reading(file):
         if not file.is_file():
             raise ValueError("there is no such file")
@@ -211,9 +197,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["version"] != VERSION or found["kind"] not in ("model", "posterior"):
             raise ValueError(f"its kind is {found['kind']!r}, its version {found['version']!r}")
-        for about in found["weights"].values():
-            sizes = {key: _sizes(about["layout"][key], depth) for key, depth in LAYOUT.items()}
-            about["layout"] = Layout(**sizes, name=str(about["layout"]["name"]))
+        found["weights"] = {name: parsed(about) for name, about in found["weights"].items()}
         if found["kind"] == "posterior":
             found["particles"], found["shared"] = _sizes(found["particles"], 0), set(found["shared"])
             if (about := found["likelihood"]) is not None:
@@ -226,7 +210,7 @@ def _read_description(path: Path | str) -> tuple[Path, dict[str, Any]]:
 
 def _sizes(value: object, depth: int = 1) -> Any:
     """Sizes, in lists nested to this depth, as tuples; raises for anything else: a number times a tuple repeats it."""
-    if depth and isinstance(value, list) and len(value) <= MOST_SIZES:
+    if depth and isinstance(value, list | tuple) and len(value) <= MOST_SIZES:
         return tuple(_sizes(each, depth - 1) for each in value)
     if not depth and type(value) is int and 0 <= value < 2**63:
         return value
@@ -337,9 +321,8 @@ def _built(
         name = layer_name(path)
         module = modules.get(path)
         old = module if isinstance(module, FactorizedWeight) else None
-        place = by_path.get(f"{name}.weight".removeprefix(".")) or by_path.get(
-            f".{path}".replace(f".{HOLDER}.", ".").removeprefix(".")
-        )
+        inside = f".{path}".replace(f".{HOLDER}.", ".").removeprefix(".")
+        place = by_path.get(f"{name}.weight".removeprefix(".")) or by_path.get(inside)
         try:  # a format that no list names may be one of the user's
             format = old.format if old and old.format.name == about["format"] else get(about["format"])
             equation = format.equation(about["layout"].sizes)
@@ -351,11 +334,8 @@ def _built(
             raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
         shape = old.shape if old else place.shape() if place else None
         if shape != weight.shape or (place and place.kind and place.module is model):
-            layer = modules.get(name)
-            raise ConfigError(
-                f"The network given is not the one that was saved in {folder}: layer {name!r} is a "
-                f"{type(layer).__name__} with weight {shape}, and one of {weight.shape} was saved."
-            )
+            there = f"{type(modules.get(name)).__name__} with weight {shape}, not {weight.shape}"
+            raise ConfigError(f"The network given is not the one saved in {folder}: layer {name!r} is a {there}.")
         if old is not None:
             gone = tuple(f"{path}.cores.{k}".removeprefix(".") for k in range(len(old.cores)))
             weights[old] = weight.to(old.cores[0].device)

@@ -13,8 +13,7 @@ from bayestrain.posterior import Classification, ParticleModel, Regression
 from bayestrain.posterior.likelihoods import full_precision
 
 BITS = {"int8": torch.int8, "bf16": torch.bfloat16}
-SLICE = 32
-"""Integers have a scale for each index of a weight's first axis if it has so many entries, else one for the weight."""
+SLICE = 32  # entries at an index of a weight's first axis, from which on each index has a scale of its own
 
 
 class Mixture(nn.Module):
@@ -30,9 +29,8 @@ class Mixture(nn.Module):
         self.temperature = getattr(likelihood, "temperature", None)
         if isinstance(likelihood, Regression):
             learned = posterior.particles.get("likelihood.log_variance", torch.zeros(n)).detach().exp()
-            self.variances = nn.Buffer(
-                learned if likelihood.noise is None else learned.new_tensor([likelihood.noise**2])
-            )
+            noise = likelihood.noise
+            self.variances = nn.Buffer(learned if noise is None else learned.new_tensor([noise**2]))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         outputs = full_precision(torch.stack([particle(x) for particle in self.particles]))
@@ -48,10 +46,7 @@ class Mixture(nn.Module):
 
 
 class Packed(nn.Module):
-    """A network whose weights are stored as integers with scales or in half precision, and restored in each pass.
-
-    The network given loses them. `kept` names the parameters that stay as they are, and says why.
-    """
+    """A network, which loses its weights to integers with scales or half precision; `kept` says which stay, and why."""
 
     def __init__(self, network: nn.Module, bits: str) -> None:
         super().__init__()

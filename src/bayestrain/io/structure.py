@@ -1,7 +1,4 @@
-"""The modules of a network as JSON, from which `load` builds them again, where all are PyTorch's own.
-
-A description names classes of the list below and the settings of their constructors. Nothing else is imported or run.
-"""
+"""A network of PyTorch's own modules as JSON, and back: only classes of the list below are built, nothing is run."""
 
 import json
 import warnings
@@ -75,10 +72,7 @@ def _settings(module: Any, kind: Any) -> dict[str, Any]:
 
 
 def build(node: Any, most: int) -> Any:
-    """The network that a description describes, on the meta device; raises what PyTorch does if that fails.
-
-    `most`: how many tensors there are for it.
-    """
+    """The described network, on the meta device; there are `most` tensors for it. Raises what PyTorch does."""
     if _repeated(node) > most:
         raise ValueError(f"it has more layers than the {most} tensors of the file")
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):

@@ -1,10 +1,7 @@
 """The commands of `bayestrain`, and how their errors are reported."""
 
-import errno
-import logging
-import math
 import os
-import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,13 +11,11 @@ from typer.core import TyperGroup
 
 from bayestrain import __version__
 from bayestrain.app.cli.compress import compress
-from bayestrain.app.cli.export import export
 from bayestrain.app.cli.predict import predict
-from bayestrain.app.cli.runs import evaluate, inspect, report
+from bayestrain.app.cli.runs import evaluate, export, inspect, report
 from bayestrain.app.cli.serve import serve
 from bayestrain.app.cli.train import train
 from bayestrain.errors import BayesTrainError, ConfigError, Interrupted
-from bayestrain.tables import text_table
 
 
 class CleanErrors(TyperGroup):
@@ -36,9 +31,8 @@ class CleanErrors(TyperGroup):
         except BrokenPipeError:
             raise  # the reader of a pipe has gone, and click ends quietly
         except OSError as error:
-            room = " Make room first." if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
             what = "A file" if error.filename is None else error.filename
-            fail(error, f"{what} cannot be read or written: {error.strerror or error}.{room}")
+            fail(error, f"{what} cannot be read or written: {error.strerror or error}.")
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -69,7 +63,6 @@ app = typer.Typer(
     cls=CleanErrors, add_completion=False, no_args_is_help=True, rich_markup_mode="markdown",
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-data_app = typer.Typer(no_args_is_help=True, help="List the data sets, or fetch one.")
 
 
 @app.callback(epilog="Start with **bayestrain train**, which needs no download, or with **bayestrain init**.")
@@ -80,72 +73,30 @@ def bayestrain(
     """Compact neural networks that find their own tensor ranks while they train."""
 
 
-@data_app.command("list")
-def list_data() -> None:
-    """List the data sets, and whether they are on this machine."""
-    from bayestrain.app.data import SPECS, cache_folder
-
-    rows = []
-    for spec in SPECS.values():
-        here, size = all(file.find(spec.home) for file in spec.files), sum(file.size for file in spec.files)
-        rows.append([spec.name, spec.title, "yes" if here else "no", f"{size / 1e6:.0f} MB"])
-    print(text_table(["name", "what", "here", "size"], rows, left_columns=3))
-    print(f"\nFetch one with: bayestrain data get NAME. The cache is {cache_folder()}.")
-
-
-@data_app.command("get")
-def get_data(name: Annotated[str, typer.Argument(help="One of those that **bayestrain data list** shows.")]) -> None:
-    """Download a data set unless it is on this machine, compare its checksums, and print its folder."""
-    from bayestrain.app import data
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(data.get(name))
-
-
 def init(
     folder: Annotated[Path, typer.Argument(help="Where to write; created if necessary.", metavar="DIR")] = Path(),
 ) -> None:
-    """Write a small regression to start from: data, network, settings, and a README with the commands.
-
-    Everything runs as it is, and is meant to be replaced by your own. Files that exist are never overwritten.
+    """Write a small regression to replace by your own: data, network, settings, and a README. Overwrites nothing.
 
     ```sh
     bayestrain init my-task && cd my-task && bayestrain train --config run.toml --out first
     ```
     """
-    contents = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in (Path(__file__).parent / "starter").iterdir()
-        if path.is_file()
-    }
-    contents |= {"table.csv": table(1_000, with_target=True), "new.csv": table(3, with_target=False)}
-    there = sorted(name for name in contents if (folder / name).exists())
-    if there:
+    starter = Path(__file__).with_name("starter")
+    names = sorted(path.name for path in starter.iterdir() if path.is_file())
+    if there := [name for name in names if (folder / name).exists()]:
         raise ConfigError(f"{folder} already has {', '.join(there)}. Choose another folder: bayestrain init DIR")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        with (folder / name).open("x", encoding="utf-8") as file:
-            file.write(content)
-    print(f"Wrote {', '.join(sorted(contents))} to {folder}. Next:")
+    for name in names:
+        shutil.copyfile(starter / name, folder / name)
+    print(f"Wrote {', '.join(names)} to {folder}. Next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")
     print("  bayestrain train --config run.toml --out first\n  bayestrain predict first new.csv")
 
 
-def table(rows: int, with_target: bool) -> str:
-    """Rows of Friedman's regression problem, whose last three inputs do not matter."""
-    draw = random.Random(rows)
-    lines = [[*(f"x{i}" for i in range(1, 9)), "y"]]
-    for _ in range(rows):
-        x = [draw.random() for _ in range(8)]
-        y = 10 * math.sin(math.pi * x[0] * x[1]) + 20 * (x[2] - 0.5) ** 2 + 10 * x[3] + 5 * x[4] + draw.gauss(0, 1)
-        lines.append([f"{value:.4f}" for value in (*x, y)])
-    return "".join(",".join(line if with_target else line[:-1]) + "\n" for line in lines)
-
-
 for command in (train, compress, report, evaluate, inspect, predict, export, serve, init):
     app.command()(command)
-app.add_typer(data_app, name="data")
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """`bayestrain predict`: what a run's network predicts for pictures or rows of numbers, and how certain it is."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -9,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bayestrain.app.cli.runs import Device, Finished, finished, resolve_device
+from bayestrain.app.cli.runs import Device, Finished, loaded
 from bayestrain.errors import DataError
 from bayestrain.tables import text_table, times
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARRAYS = (".csv", ".npy", ".pt")
+ARRAYS = (".csv", ".json", ".npy", ".pt")
 Json = dict[str, Any]
 
 
 def predict(
     folder: Finished,
-    inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .npy and .pt files with one input per row.",
+    inputs: Annotated[list[Path], typer.Argument(help="Pictures, or .csv, .json, .npy or .pt files of inputs.",
                                                  metavar="INPUT")],
     invert: Annotated[bool | None, typer.Option(help="Swap dark and bright in pictures, as digits scanned from paper "
                                                 "need it.", show_default="for grey pictures with a bright edge"),
@@ -32,8 +31,7 @@ def predict(
 ) -> None:  # fmt: skip
     """Predict classes or values, with probability or interval; a posterior also says how certain it is, and why.
 
-    Pictures of any size are scaled to that of the network's images. A run names the function that builds its network,
-    and that function is called: only use runs you trust.
+    Pictures may have any size. Only use runs you trust: the function that a run names is called.
 
     ```sh
     bayestrain predict runs/digits-seed0 seven.png
@@ -52,21 +50,14 @@ def predict(
 
 def predictor(folder: Path, device: str) -> tuple[Callable[[list[Path], bool | None], list[Json]], Json, int]:
     """What predicts for files with a run's network, which any threads may call; the run's result and its particles."""
-    result = finished(folder).result
-    if not result.get("input_shape"):
-        raise DataError("this network takes several tensors. Predict in Python: train.run.load_run(RUN).predict(x)")
-    from bayestrain.train.run import load_run
-
-    model, particles = load_run(folder, device=resolve_device(device)), result["posterior"].get("particles", 1)
+    model, result = loaded(folder, device)
 
     def ask(inputs: list[Path], invert: bool | None) -> list[Json]:
         x, labels = read_inputs(inputs, result, invert)
-        prediction: Any = model.predict(x)
-        if particles == 1 and result["calibrated"]:
-            prediction = dataclasses.replace(prediction, temperature=result["calibrated"]["temperature"])
-        return [answer | label for answer, label in zip(answers(prediction, result["classes"]), labels, strict=True)]
+        found = answers(model.predict(x), result["classes"])
+        return [answer | label for answer, label in zip(found, labels, strict=True)]
 
-    return ask, result, particles
+    return ask, result, len(model)
 
 
 def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["Tensor", list[dict[str, str]]]:
@@ -87,7 +78,7 @@ def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["
                 mean, std = (torch.tensor(result[key])[:, None, None] for key in ("mean", "std"))
                 rows = (rows - mean) / std
         else:
-            raise DataError(f"{path} must be a .csv, .npy or .pt file: an input has the shape {times(shape)}.")
+            raise DataError(f"{path} must be a .csv, .json, .npy or .pt file: an input has the shape {times(shape)}.")
         parts.append(rows)
         names = [str(path)] if len(rows) == 1 else [f"{path}, row {i}" for i in range(1, len(rows) + 1)]
         labels += [{"input": name, "changed": ", ".join(changes)} for name in names]
@@ -95,7 +86,7 @@ def read_inputs(paths: list[Path], result: Json, invert: bool | None) -> tuple["
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
-    """The rows of a .csv (a header is skipped), .npy or .pt file, each an input of the given shape."""
+    """The rows of a .csv (a header is skipped), .json, .npy or .pt file, each an input of the given shape."""
     import numpy as np
     import torch
 
@@ -107,6 +98,11 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
             if not lines[header:]:
                 raise ValueError("it has no row")
             content = np.loadtxt(lines[header:], delimiter=",", ndmin=2)
+        elif kind == ".json":
+            known = json.loads(path.read_bytes())
+            if not (isinstance(known, dict) and known.keys() == {"inputs"}):
+                raise ValueError('it must be {"inputs": [[..], ..]}')
+            content = np.array(known["inputs"])
         elif kind == ".npy":
             content = np.load(path, allow_pickle=False)
         else:
@@ -117,10 +113,8 @@ def read_array(path: Path, shape: tuple[int, ...]) -> "Tensor":
     if found.shape == shape:
         found = found[None]
     if not found.ndim or not len(found) or math.prod(found.shape[1:]) != math.prod(shape):
-        raise DataError(
-            f"{path} has the shape {times(found.shape)}, but an input of this network has the shape {times(shape)}. "
-            "Give one input per row, without columns that are no inputs, such as the target."
-        )
+        needed = f"but an input of this network has the shape {times(shape)}. Give one input per row, and no target"
+        raise DataError(f"{path} has the shape {times(found.shape)}, {needed}.")
     if not bool(found.isfinite().all()):
         raise DataError(f"{path} has values that are not finite numbers. Replace them first.")
     return found.reshape(-1, *shape)

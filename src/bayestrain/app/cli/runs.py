@@ -1,7 +1,7 @@
-"""Commands on finished runs, `bayestrain inspect`, `evaluate` and `report`, and what they share with the others."""
+"""Commands on finished runs, `bayestrain inspect`, `evaluate`, `report` and `export`, and what others share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,8 +19,6 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RU
 
 def finished(folder: Path) -> "Run":
     """The finished run in a folder; a missing one is reported at once, before heavy imports."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist. Name the folder of a run.")
     if not (folder / "result.json").is_file():
         raise ConfigError(f"{folder} holds no finished run. To finish one: bayestrain train --resume --out {folder}")
     from bayestrain.app.report.read import read_run
@@ -54,45 +52,30 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def inspect(
-    folder: Finished,
-    plan: Annotated[bool, typer.Option("--plan", help="Show how each layer multiplies on this machine, and its "
-                                       "predicted time.")] = False,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="With --plan: inputs at a time.")] = 128,
-    as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
-) -> None:  # fmt: skip
-    """Show the layers of a run's network: formats, ranks and sizes.
+def loaded(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
+    """The posterior of a finished run, or its network at the temperature that was fitted; and the run's result."""
+    result = finished(folder).result
+    if not result.get("input_shape"):
+        raise ConfigError("this network takes several tensors. Use it in Python: train.run.load_run(RUN).predict(x)")
+    from bayestrain.train.run import load_run
 
-    ```sh
-    bayestrain inspect runs/digits-seed0
-    bayestrain inspect runs/digits-seed0 --plan --batch 1
-    ```
-    """
+    model = load_run(folder, device=resolve_device(device))
+    if len(model) == 1 and result["calibrated"]:
+        model.likelihood.temperature = result["calibrated"]["temperature"]
+    return model, result
+
+
+def inspect(folder: Finished) -> None:
+    """Show the layers of a run's network: formats, ranks and sizes."""
     run = finished(folder)
-    if as_json:
-        print((folder / "result.json").read_text(encoding="utf-8"), end="")
-    elif plan:
-        import torch
+    from bayestrain.app.report.facts import layer_table
 
-        from bayestrain.nn import summary
-        from bayestrain.train.run import load_run
-
-        x = torch.zeros(batch, *run.result["input_shape"], dtype=getattr(torch, run.result["input_dtype"]))
-        print(summary(load_run(folder, device="cpu").template, x))
-    else:
-        from bayestrain.app.report.facts import layer_table
-
-        table = layer_table(run)
-        print(text_table(table.header, table.rows, left_columns=6))
+    table = layer_table(run)
+    print(text_table(table.header, table.rows, left_columns=6))
 
 
 def evaluate(folders: Runs, device: Device = "auto") -> None:
-    """Evaluate finished runs again on their test data, and rewrite their reports. Nothing is trained.
-
-    ```sh
-    bayestrain evaluate runs/digits-seed0
-    ```
-    """
+    """Evaluate finished runs again on their test data, and rewrite their reports. Nothing is trained."""
     for folder in folders:
         finished(folder)
     place = resolve_device(device)
@@ -103,23 +86,51 @@ def evaluate(folders: Runs, device: Device = "auto") -> None:
         print_closing(folder)
 
 
-def report(
-    folders: Runs,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Page of a comparison. "
-                                             "Default: comparison.html beside the first run.")] = None,
-) -> None:  # fmt: skip
-    """Write the HTML report of a run, or a comparison of several.
+def report(folders: Runs) -> None:
+    """Write the HTML report of each run, and print what differs between several.
 
     ```sh
-    bayestrain report runs/digits-seed0
-    bayestrain report runs/digits-seed0 runs/digits-seed1 --out seeds.html
+    bayestrain report runs/digits-seed0 runs/digits-seed1
     ```
     """
-    from bayestrain.app.report import write_comparison, write_report
+    from bayestrain.app.report import write_report
+    from bayestrain.app.report.facts import differences
+    from bayestrain.app.report.read import read_run
 
+    for folder in folders:
+        print(write_report(folder))
     if len(folders) > 1:
-        print(write_comparison(folders, out or folders[0].parent / "comparison.html"))
-    elif out is None:
-        print(write_report(folders[0]))
-    else:
-        raise ConfigError("--out names the page of a comparison; the report of a run goes into its folder.")
+        table = differences({str(folder): read_run(folder) for folder in folders})
+        print("\n" + text_table(table.header, table.rows))
+
+
+def export(
+    folder: Finished,
+    format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="onnx, pt2 or executorch.")] = "onnx",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", show_default=False, help="File to write. "
+                                             "Default: model.FORMAT in the run's folder.")] = None,
+    weights: Annotated[str | None, typer.Option("--weights", metavar="BITS", show_default=False,
+                                                help="int8 or bf16 stores weights in fewer bits.")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Inputs at a time that the file is made with, and the "
+                                       "most that ExecuTorch will take.")] = 8,
+) -> None:  # fmt: skip
+    """Write a run's network or posterior as one file, after comparing its outputs with PyTorch's.
+
+    It returns the mean prediction, and the total, aleatoric and epistemic uncertainty. Its metadata name the classes
+    and what pictures were normalised with. Only use runs you trust: the function that a run names is called.
+
+    ```sh
+    bayestrain export runs/digits-seed0
+    bayestrain export runs/digits-seed0 --format pt2 --weights int8 --out digits.pt2
+    ```
+    """
+    model, result = loaded(folder, "cpu")
+    import torch
+
+    from bayestrain.io import export as write
+
+    shape = batch, *result["input_shape"]
+    dtype = getattr(torch, result["input_dtype"])
+    example = torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+    known = {key: result[key] for key in ("name", "classes", "mean", "std", "input_shape") if result.get(key)}
+    print(write(model, out or folder / f"model.{format}", format, example=example, weights=weights, metadata=known))

@@ -1,7 +1,5 @@
 """`bayestrain serve`: predictions with their uncertainty over HTTP, and a page to try them on."""
 
-import io
-import json
 import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +9,11 @@ import typer
 
 from bayestrain.app.cli.predict import predictor
 from bayestrain.app.cli.runs import Device, Finished
-from bayestrain.errors import BayesTrainError, ConfigError, DataError
+from bayestrain.errors import BayesTrainError, ConfigError
 from bayestrain.tables import times
 
-LARGEST = 8 << 20
-"""Bytes of a request's body."""
-
-KINDS = {"application/json": ".npy", "text/csv": ".csv", "image/": ".picture"}
-"""What a body may be, and the kind of file that it is read as."""
+LARGEST = 8 << 20  # bytes of a request's body
+KINDS = {"application/json": ".json", "text/csv": ".csv", "image/": ".picture"}  # and the file that a body is read as
 
 
 def serve(
@@ -29,7 +24,7 @@ def serve(
 ) -> None:
     """Serve a run's predictions: a page, POST /predict and GET /health. Needs pip install 'bayestrain[serve]'.
 
-    A run names the function that builds its network, and that function is called: only use runs you trust.
+    Only use runs you trust: the function that a run names is called.
 
     ```sh
     bayestrain serve runs/digits-seed0 --port 8000
@@ -102,31 +97,11 @@ def application(folder: Path, device: str) -> Any:
         try:
             with TemporaryDirectory() as place:
                 file = Path(place, f"input{suffix}")
-                file.write_bytes(as_array(body) if suffix == ".npy" else body)
+                file.write_bytes(body)
                 rows = ask([file], invert)
         except (BayesTrainError, IndexError) as error:  # an index that a table does not have
             reason = str(error).replace(str(file), "The input")
-            return JSONResponse({"error": reason}, 400 if isinstance(error, ConfigError) else 422)
+            return JSONResponse({"error": reason}, 422)
         return {"predictions": [{key: value for key, value in row.items() if key != "input"} for row in rows]}
 
     return app
-
-
-def as_array(body: bytes) -> bytes:
-    """The rows of ``{"inputs": [[..], ..]}`` as the content of an .npy file."""
-    import numpy as np
-
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"The body is not JSON: {error}.") from None
-    if not (isinstance(found, dict) and found.keys() == {"inputs"}):
-        raise ConfigError('The body must be {"inputs": [[..], ..]}, with one list of numbers for each input.')
-    try:
-        array = np.array(found["inputs"])
-    except ValueError:
-        raise DataError("All inputs must be lists of the same length.") from None
-    if array.dtype.kind not in "biuf" or not array.size:
-        raise DataError("Inputs must be numbers, at least one input.")
-    np.save(file := io.BytesIO(), array)
-    return file.getvalue()

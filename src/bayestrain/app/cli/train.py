@@ -1,7 +1,6 @@
 """`bayestrain train`: from names or a file to a run folder with a report."""
 
 import json
-import logging
 import os
 import re
 import shlex
@@ -60,8 +59,6 @@ def train(
     bayestrain train --resume --out first
     ```
     """
-    if resume and overwrite:
-        raise ConfigError("--resume continues a run and --overwrite replaces it: give one of them.")
     short = {"run.model": model, "run.data": data, "run.seed": seed, "posterior.particles": particles}
     short |= {"run.from_run": str(from_run)} if from_run else {}
     given = {key: value for key, value in short.items() if value not in (None, "")}
@@ -79,12 +76,7 @@ def train(
     checkpoint = folder / "checkpoint.pt"
     if config is not None and config.resolve() == (folder / "config.toml").resolve():
         raise ConfigError(f"the run would overwrite your own {config}. Choose another --out, or rename the file.")
-    if main and not (resume or overwrite or lost) and ((folder / "result.json").exists() or checkpoint.exists()):
-        raise ConfigError(f"{folder} already holds a run. Add --resume or --overwrite, or choose another --out.")
     place, talks = resolve_device(device), main and not (quiet or as_json)
-    if talks:  # show what the package logs, such as downloads
-        logging.basicConfig(format="%(message)s", stream=sys.stdout)
-        logging.getLogger("bayestrain").setLevel(logging.INFO)
     program = "python -m bayestrain" if Path(sys.argv[0]).name == "__main__.py" else "bayestrain"
     try:
         result = train_run(
@@ -96,16 +88,13 @@ def train(
         again += "" if device == "auto" else f" --device {device}"
         error.add_note(again if checkpoint.exists() else "Nothing was saved yet: run the same command again.")
         raise
-    if not main:
-        return
     if talks:
         print_closing(folder)
-        return
-    from bayestrain.app.report import write_report
+    elif main:
+        from bayestrain.app.report import write_report
 
-    page = str(write_report(folder))
-    full = {**result, "folder": str(folder), "report": page}
-    print(json.dumps(full, indent=2, ensure_ascii=False) if as_json else page)
+        full = {**result, "folder": str(folder), "report": str(write_report(folder))}
+        print(json.dumps(full, indent=2, ensure_ascii=False) if as_json else full["report"])
 
 
 def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str], resumed: Path | None) -> "RunConfig":
@@ -114,8 +103,6 @@ def choose_config(file: Path | None, short: dict[str, Any], overrides: list[str]
 
     if resumed is not None and file is None and "run.model" not in short:
         file = resumed / "config.toml"
-        if not file.is_file():
-            raise ConfigError(f"there is nothing to resume in {resumed}. Leave --resume out.")
     model, data = (short.get(key) for key in ("run.model", "run.data"))
     if file is None and bool(model) != bool(data):
         raise ConfigError("--model and --data go together. Give both, or a --config file that has the other.")

@@ -1,6 +1,5 @@
-"""Data sets: `load` returns one by name as `Splits` of `Images`, `get` only fetches it, `SPECS` describes them."""
+"""Data: `load` returns the digits that ship with the package as `Splits` of `Images`."""
 
-from bayestrain.app.data.fetch import SPECS, cache_folder, get
 from bayestrain.app.data.images import Images, Splits, load
 
-__all__ = ["SPECS", "Images", "Splits", "cache_folder", "get", "load"]
+__all__ = ["Images", "Splits", "load"]

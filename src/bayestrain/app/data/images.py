@@ -1,20 +1,22 @@
-"""Labelled images in memory, and `load`, which returns a whole data set of them by name."""
+"""Labelled images in memory, and the digits that ship with the package."""
 
+import gzip
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
-from bayestrain.app.data.fetch import SPECS, contents
-from bayestrain.errors import ConfigError, DataError
+from bayestrain.errors import ConfigError, DataError, check_choice, check_counts
 
-BLOCK_BYTES = 32 * 2**20
-"""How much of an epoch, as float images, is prepared at once on a GPU, where each small operation costs a launch."""
+MINI = Path(__file__).with_name("mnist_mini")
+
+BLOCK_BYTES = 32 * 2**20  # of float images that are prepared at once on a GPU, where small operations cost launches
 
 
 @dataclass(eq=False, repr=False)
@@ -42,9 +44,6 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index].float() / 255, int(self.labels[index])
 
-    def __repr__(self) -> str:
-        return f"Images({len(self)} of shape {tuple(self.images.shape[1:])} on {self.images.device})"
-
     def to(self, device: torch.device | str) -> Self:
         """The same images on `device`; `batches` then copies nothing between devices."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
@@ -59,11 +58,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return replace(self, images=self.images[chosen], labels=self.labels[chosen])
 
     def split(self, fraction: float, seed: int) -> tuple[Self, Self]:
-        """Hold out `fraction` of every class, for example for validation: (rest, held out).
-
-        The choice depends only on the labels, `fraction` and `seed`. Both parts keep the order of this set. What is
-        held out is not augmented.
-        """
+        """(rest, held out): holds out `fraction` of every class, by labels and `seed` alone, without augmentation."""
         generator, labels = torch.Generator().manual_seed(seed), self.labels.cpu()
         held = torch.zeros(len(self), dtype=torch.bool)
         for label in labels.unique():
@@ -71,10 +66,7 @@ class Images(Dataset[tuple[Tensor, int]]):
             shuffled = members[torch.randperm(len(members), generator=generator)]
             held[shuffled[: round(fraction * len(members))]] = True
         if not 0 < fraction < 1 or held.all() or not held.any():
-            raise ConfigError(
-                f"holding out the fraction {fraction} of each class of {len(self)} images leaves one part empty. "
-                "Use a fraction nearer to 0.5, or more images"
-            )
+            raise ConfigError(f"The fraction {fraction} of {len(self)} images leaves a part empty. Try one near 0.5.")
         rest, held_out = (self.subset(chosen.nonzero().squeeze(1)) for chosen in (~held, held))
         return rest, held_out.augmented(None)
 
@@ -82,67 +74,47 @@ class Images(Dataset[tuple[Tensor, int]]):
         self, batch_size: int, *, shuffle: bool, generator: Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """One pass: batches of (float images in [0, 1], int64 labels) on `device`, by default that of the images.
-
-        `shuffle` draws one permutation from `generator`, the global one if None.
-        """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}")
+        """One pass of (float images in [0, 1], int64 labels) on `device`, by default theirs; `generator` shuffles."""
+        check_counts(batch_size=batch_size)
         home, block = self.labels.device, batch_size
         target = home if device is None else torch.device(device)
         if target.type == "cuda":
             block *= max(1, BLOCK_BYTES // (4 * self.images.shape[1:].numel() * batch_size))
 
-        def one_pass() -> Iterator[tuple[Tensor, Tensor]]:
-            drawn_on = home if generator is None else generator.device
-            order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home) if shuffle else None
-            for start in range(0, len(self), block):
-                window = slice(start, start + block)
-                chosen = window if order is None else order[window]
-                images = self.images[chosen].to(target).float() / 255
-                images = images if self.augment is None else self.augment(images)
-                yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
-
-        return one_pass()  # a generator function would refuse a wrong batch_size at its first batch only
+        drawn_on = home if generator is None else generator.device
+        order = torch.randperm(len(self), generator=generator, device=drawn_on).to(home) if shuffle else None
+        for start in range(0, len(self), block):
+            window = slice(start, start + block)
+            chosen = window if order is None else order[window]
+            images = self.images[chosen].to(target).float() / 255
+            images = images if self.augment is None else self.augment(images)
+            yield from zip(images.split(batch_size), self.labels[chosen].to(target).split(batch_size), strict=True)
 
 
-@dataclass(frozen=True)
-class Splits:
-    """A data set as `load` returns it, with the mean and deviation of its training pixels in [0, 1], per channel.
+class Splits(NamedTuple):
+    """Images to train with and to test, and the names of their labels."""
 
-    Nothing applies them for you: normalise in the model, or with `normalize`.
-    """
-
-    name: str
     train: Images
     test: Images
     classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
-        mean, std = (images.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
-        return (images - mean) / std
 
 
 def load(name: str) -> Splits:
-    """Load "mnist-mini", which ships with BayesTrain, or "mnist", "fashion-mnist" or "cifar10", fetched at first use.
+    """Load "mnist-mini", which ships with BayesTrain: 10,000 and 2,000 digits of MNIST.
 
     >>> digits = load("mnist-mini")
-    >>> digits.train
-    Images(10000 of shape (1, 28, 28) on cpu)
     >>> images, labels = next(digits.train.batches(32, shuffle=False))
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([32, 1, 28, 28]), torch.float32, torch.Size([32]))
     """
-    files, spec = contents(name), SPECS[name]
-    if name == "cifar10":
-        train, test = Images(*cifar(b"".join(files[:-1]))), Images(*cifar(files[-1]))
-    else:
-        x, y, x_test, y_test = (idx(content) for content in files)
-        train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
-    return Splits(name, train, test, tuple(spec.classes), tuple(spec.mean), tuple(spec.std))
+    check_choice("name", name, ("mnist-mini",))
+
+    def read(part: str) -> Images:
+        files = (MINI / f"{part}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1"))
+        images, labels = (idx(gzip.decompress(file.read_bytes())) for file in files)
+        return Images(images[:, None], labels.long())
+
+    return Splits(read("train"), read("t10k"), tuple("0123456789"))
 
 
 def idx(content: bytes) -> Tensor:
@@ -153,11 +125,3 @@ def idx(content: bytes) -> Tensor:
     if content[:3] != b"\0\0\x08" or len(content) != start + math.prod(shape):
         raise DataError(f"It is no idx file of bytes with shape {shape}: it has {len(content)} bytes.")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:].reshape(shape)  # torch warns on bytes
-
-
-def cifar(content: bytes) -> tuple[Tensor, Tensor]:
-    """Images and labels of CIFAR-10 files: records of a label byte and the three planes of a 32x32 image."""
-    if not content or len(content) % 3073:
-        raise DataError(f"CIFAR-10 has records of 3,073 bytes, not {len(content)} bytes in all.")
-    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
-    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()

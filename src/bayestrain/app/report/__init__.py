@@ -1,5 +1,5 @@
-"""The report: self-contained HTML pages of a run or of several, from the files of run folders and without torch."""
+"""The report: a self-contained HTML page of a run, from the files of its folder and without torch."""
 
-from bayestrain.app.report.page import write_comparison, write_report
+from bayestrain.app.report.page import write_report
 
-__all__ = ["write_comparison", "write_report"]
+__all__ = ["write_report"]

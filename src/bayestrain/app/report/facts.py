@@ -1,6 +1,6 @@
 """The figures to judge a run by, as people read them, and what they suggest to do next."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import isfinite
 from statistics import NormalDist
@@ -103,6 +103,20 @@ def layer_table(run: Run) -> Table:
     return Table(f"Layers ({len(layers)})", header, rows)
 
 
+def differences(runs: Mapping[str, Run]) -> Table:
+    """What differs between runs: figures, ranks and settings."""
+    found = []
+    for run in runs.values():
+        about = {label: value for label, value, _ in tiles(run)}
+        about |= {f"ranks of {name}": join(ranks) for name, ranks in run.result["ranks"].items()}
+        sections = {title: section for title, section in run.config.items() if isinstance(section, dict)}
+        about |= {f"{title}.{key}": str(value) for title in sections for key, value in sections[title].items()}
+        found.append(about)
+    keys = dict.fromkeys(key for about in found for key in about)
+    rows = [(key, *(about.get(key, "–") for about in found)) for key in keys]
+    return Table("", ("what differs", *runs), [row for row in rows if len(set(row[1:])) > 1])
+
+
 def advice(run: Run) -> list[str]:
     """Sentences, the most pressing first; never empty."""
     return [*_training(run), *run.result["posterior"].get("warnings", ()), *_ranks(run), *_certainty(run)] or [
@@ -123,10 +137,8 @@ def _training(run: Run) -> Iterator[str]:
     (best, at), (last, end) = max(scores), scores[-1]
     gained = best - scores[0][0]
     if at < 0.7 * end and best - last > 0.1 * gained > 0:
-        yield (
-            f"It overfits: validation log likelihood was best at epoch {at} ({number(best)}) and ended at "
-            f"{number(last)}. Train for fewer epochs, or raise weight in [prior]."
-        )
+        scored = f"validation log likelihood was best at epoch {at} ({number(best)}) and ended at {number(last)}"
+        yield f"It overfits: {scored}. Train for fewer epochs, or raise weight in [prior]."
     elif run.finished and at == end and last - max(s for s, n in scores if n <= 0.8 * end) > 0.05 * gained > 0:
         yield "Validation log likelihood was still rising at the end: train longer (epochs in [fit])."
 
@@ -146,26 +158,20 @@ def _ranks(run: Run) -> Iterator[str]:
         return
     collapsed = [name for name, ranks, start in layers if max(ranks) == 1 < max(start)]
     if collapsed:
-        yield (
-            f"{plural(len(collapsed), 'layer')} collapsed to rank 1 ({_few(collapsed)}), which may be a bottleneck: "
-            "use keep_dense in [tensorize], or lower weight in [prior]."
-        )
+        remedy = "If they are bottlenecks, use keep_dense in [tensorize], or lower weight in [prior]."
+        yield f"{plural(len(collapsed), 'layer')} collapsed to rank 1: {_few(collapsed)}. {remedy}"
     cap = run.config.get("tensorize", {}).get("max_rank") or max(start for _, start in bonds)
     full = sum(now == start == cap for now, start in bonds)
     if full >= 0.25 * len(bonds):
-        yield (
-            f"{full} of {plural(len(bonds), 'bond')} kept the maximum rank of {cap}, so the data may support more: "
-            f"raise max_rank in [tensorize], for example to {2 * cap}, if accuracy matters more than size."
-        )
+        remedy = f"If accuracy matters more than size, raise max_rank in [tensorize], for example to {2 * cap}."
+        yield f"{full} of {plural(len(bonds), 'bond')} kept the maximum rank of {cap}. {remedy}"
     sizes = [line["parameters"] for line in search]
     if len(sizes) >= 10 and sizes[-1] < 0.98 * sizes[-1 - len(sizes) // 10]:
         yield "The search ended while ranks were still being pruned: more epochs in [fit] give a smaller network."
     before, after = (scores.get("accuracy", 0.0) for scores in (search[-1]["validation"], run.result["validation"]))
     if before - after > 0.01:
-        yield (
-            f"The final cut cost {100 * (before - after):.1f} points of validation accuracy: cut less (a lower "
-            "round_tol or target in [fit]), or fine-tune longer (finetune_epochs)."
-        )
+        remedy = "cut less (a lower round_tol or target in [fit]), or fine-tune longer (finetune_epochs)"
+        yield f"The final cut cost {100 * (before - after):.1f} points of validation accuracy: {remedy}."
 
 
 def _certainty(run: Run) -> Iterator[str]:

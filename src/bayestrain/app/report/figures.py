@@ -18,8 +18,7 @@ from bayestrain.app.report.facts import FEW_LAYERS, covered, percent
 from bayestrain.app.report.read import Array, Arrays, Run
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)
-"""After Okabe and Ito: colours that colour-blind readers can tell apart."""
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)  # after Okabe and Ito: colour-blind readers tell them apart
 CURVES = {
     "Size": ("parameters", "parameters", 1, ""),
     "Log likelihood": ("log likelihood per example", "train_loss", -1, "log_likelihood"),
@@ -61,7 +60,8 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
             figure.legend(loc="outside upper left", ncols=2, columnspacing=1.0, handlelength=1.6)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plots.append(Plot(title, caption, _address("image/svg+xml", buffer)))
+    source = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+    plots.append(Plot(title, caption, source))
 
 
 def picture(pixels: Array) -> str:
@@ -69,11 +69,7 @@ def picture(pixels: Array) -> str:
     low, high = float(pixels.min()), float(pixels.max())
     scaled, buffer = (pixels - low) / max(high - low, 1e-30), io.BytesIO()
     imsave(buffer, scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0), cmap="gray", format="png")
-    return _address("image/png", buffer)
-
-
-def _address(kind: str, buffer: io.BytesIO) -> str:
-    return f"data:{kind};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def short(name: str) -> str:
@@ -103,8 +99,7 @@ def rank_plots(run: Run) -> list[Plot]:
 
 def _spectra(plots: list[Plot], run: Run) -> None:
     largest = sorted(run.spectra, key=lambda name: -run.result["layers"][name]["dense"])[:FEW_LAYERS]
-    caption = "Rank indices before the final cut, relative to the bond’s largest. Dots were kept, crosses were cut: "
-    caption += "where there is a gap between them, the choice of the tolerance hardly matters."
+    caption = "Before the final cut, relative to the bond’s largest index. Dots were kept, crosses were cut."
     caption += f" Only the {FEW_LAYERS} largest layers are shown." if len(run.spectra) > FEW_LAYERS else ""
     with drawn(plots, "Spectra at the final cut", caption, "rank index") as axes:
         for colour, name in zip(SERIES, largest, strict=False):
@@ -195,8 +190,7 @@ def _sources(plots: list[Plot], found: Arrays, good: Array) -> None:
     aleatoric, epistemic = (found[name].ravel() for name in ("aleatoric", "epistemic"))
     *names, unit = ("right", "wrong", "nats") if "labels" in found else ("in the 90% interval", "outside", "variance")
     share = percent(epistemic.sum() / (aleatoric + epistemic).sum(), 1)
-    caption = f"Aleatoric uncertainty is noise in the data. Epistemic uncertainty, {share} of the total, is where the "
-    caption += "particles disagree; more data would reduce it."
+    caption = f"Aleatoric: noise in the data. Epistemic, {share} of the total: disagreement; more data would reduce it."
     x, y = f"aleatoric ({unit})", f"epistemic ({unit})"
     with drawn(plots, "Where uncertainty comes from", caption, x, y) as axes:
         for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):

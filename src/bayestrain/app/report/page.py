@@ -1,33 +1,22 @@
-"""`write_report` and `write_comparison`: from run folders to an HTML page that needs no network and no script."""
+"""`write_report`: from a run folder to an HTML page that needs no network and no script."""
 
-import os
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
-from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from bayestrain.app.report import figures
 from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
 from bayestrain.app.report.read import Run, load, read_run
-from bayestrain.errors import DataError
 from bayestrain.files import reading, write_atomically
 
-Runs = dict[str, Run]
-Section = dict[str, Any]
-"""The arguments of the macro `section` in base.html.j2."""
-DECISIVE = {"classification": ("accuracy", "accuracy", 1, percent), "regression": ("rmse", "RMSE", -1, number)}
-"""The score that decides which run is best, its title, and whether high or low is good; else the log likelihood."""
+Section = dict[str, Any]  # arguments of the macro `section` in base.html.j2
 
 
 def write_report(folder: Path | str) -> Path:
-    """Write ``report.html`` into a run folder and return its path.
-
-    An unfinished run gets a page of what is there. `DataError` names a file that is damaged.
-    """
+    """Write ``report.html`` into the folder of a run, finished or not, and return its path."""
     folder = Path(folder)
     run, environment, settings = read_run(folder), load(folder / "environment.json"), folder / "config.toml"
     with reading(folder):
@@ -47,44 +36,11 @@ def write_report(folder: Path | str) -> Path:
     return folder / "report.html"
 
 
-def write_comparison(folders: Sequence[Path | str], out: Path | str) -> Path:
-    """Write one page that compares several runs, and return its path."""
-    places, path = list(dict.fromkeys(Path(folder).resolve() for folder in folders)), Path(out)
-    if not places:
-        raise DataError("There is no run to compare. Give at least one run folder.")
-    base, runs = Path(os.path.commonpath([place.parent for place in places])), Runs()
-    for place in places:
-        run = read_run(place)
-        runs[place.relative_to(base).as_posix() + ("" if run.finished else " (unfinished)")] = run
-    with reading(base):
-        links = {name: Path(os.path.relpath(run.folder / "report.html", path.parent)).as_posix()
-                 for name, run in runs.items() if (run.folder / "report.html").is_file()}  # fmt: skip
-        scores = [{label: value for label, value, _ in tiles(run)} for run in runs.values()]
-        ranks = [{name: join(each) for name, each in run.result["ranks"].items()} for run in runs.values()]
-        settings = [
-            {f"{title}.{key}": str(value) for title, section in run.config.items() for key, value in section.items()}
-            for run in runs.values()
-        ]
-        best, plots = verdict(runs)
-        sections = [
-            Section(title="Runs", plots=plots, tables=_side_by_side("score", runs, scores)),
-            Section(title="Settings that differ", tables=_side_by_side("setting", runs, settings, all_keys=False)),
-            Section(
-                title="Ranks", texts=["In the order of each layer’s bonds."], tables=_side_by_side("layer", runs, ranks)
-            ),
-        ]
-        title = f"{plural(len(runs), 'run')} compared"
-        page = render("base.html.j2", title=title, lead=best, links=links, sections=sections)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page)
-    return path
-
-
 def render(template: str, **context: Any) -> str:
     """Fill a template; everything that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("bayestrain.app.report")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    page = environment.get_template(template).render({"links": {}, "version": version("bayestrain"), **context})
+    page = environment.get_template(template).render({"version": version("bayestrain"), **context})
     return page.encode(errors="replace").decode()  # half a surrogate pair is no text
 
 
@@ -124,40 +80,3 @@ def _picture(run: Run, place: int) -> dict[str, Any]:
     guesses = [(names[label], percent(p[label], 0), label == truth) for label in top]
     source = figures.picture(found["hardest_inputs"][place])
     return {"index": index, "truth": names[truth], "right": order[0] == truth, "guesses": guesses, "source": source}
-
-
-def verdict(runs: Runs) -> tuple[str, list[figures.Plot]]:
-    """Which run is best, if they can be compared at all, and a figure of their scores and sizes."""
-    tasks, plots = {run.result["task"] for run in runs.values()}, list[figures.Plot]()
-    if len(tasks) > 1:
-        return "The runs are of different tasks, so their scores cannot be compared.", plots
-    key, title, sign, show = DECISIVE.get(tasks.pop(), ("log_likelihood", "log likelihood", 1, number))
-    scores = {name: metrics[key] for name, run in runs.items() if key in (metrics := run.result["metrics"])}
-    if len(scores) < 2:
-        return "Fewer than two of the runs are finished, so there is nothing to compare yet.", plots
-    sizes = {name: runs[name].result["parameters"] for name in scores}
-    best = max(scores, key=lambda name: sign * scores[name])
-    close = [name for name in scores if abs(scores[best] - scores[name]) <= 0.005 * abs(scores[best])]
-    small = min(close, key=lambda name: sizes[name])
-    text = f"{best} has the best {title}, {show(scores[best])}, with {sizes[best]:,} parameters."
-    if sizes[small] < sizes[best]:
-        text += f" {small} comes close with {show(scores[small])} and only {sizes[small]:,}."
-    labels = ("parameters", f"{title} (%)" if show is percent else title)
-    with figures.drawn(plots, f"Size and {title}", "Further left is smaller.", *labels) as axes:
-        if max(sizes.values()) > 10 * min(sizes.values()):  # the axis has a power of ten to label
-            axes.set_xscale("log")
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set(major_formatter="{x:,.0f}", minor_formatter=NullFormatter())
-        for place, (name, score) in enumerate(scores.items()):
-            label, colour = figures.short(name) if len(scores) <= 8 else "", figures.SERIES[place % 6]
-            axes.plot(sizes[name], score, "osD^vP"[place % 6], color=colour, markersize=7, label=label)
-    return text, plots
-
-
-def _side_by_side(label: str, runs: Runs, found: list[dict[str, str]], all_keys: bool = True) -> list[Table]:
-    """One column per run; a row per key that any run has, or only those whose values differ."""
-    keys = dict.fromkeys(key for entries in found for key in entries)
-    rows = [(key, *(entries.get(key, "–") for entries in found)) for key in keys]
-    rows = [row for row in rows if all_keys or len(set(row[1:])) > 1]
-    return [Table("", (label, *runs), rows)] if rows else []

@@ -29,10 +29,8 @@ USUAL: Json = {
 class Run:
     """What the files of a run folder say; the `result` of an unfinished run is that of its last epoch.
 
-    `spectra` has, for each layer, what each bond held just before the final cut, largest first, and how many of these
-    values it kept. `predictions` are arrays over the test inputs: "probabilities" and "labels" of classes, with the
-    "confidence" of the likeliest and whether it is "right"; or "mean", "std" and "targets" of values, with the "errors"
-    in units of std; with "aleatoric" and "epistemic" uncertainty.
+    `spectra`: for each layer what each bond held before the final cut, largest first, and how many it kept.
+    `predictions`: arrays over the test inputs, those of the file with "confidence" and "right", or "errors" in std.
     """
 
     folder: Path
@@ -58,10 +56,7 @@ def read_run(folder: Path) -> Run:
     finished, spectra, config = bool(result), load(folder / "spectra.json"), load(folder / "config.toml")
     predictions = _predictions(folder / "predictions.safetensors")
     if not finished and not history:
-        raise DataError(
-            f"{folder} is not a run folder: it has neither result.json nor a history.jsonl with an epoch in it. "
-            "Give a folder that `bayestrain train` or fit(folder=) has written."
-        )
+        raise DataError(f"{folder} is not a run folder: it has neither result.json nor an epoch in history.jsonl.")
     with reading(folder / "spectra.json"):
         spectra = {
             name: list(zip((np.asarray(bond, float) for bond in about["bonds"]), about["kept"], strict=True))

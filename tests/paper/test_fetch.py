@@ -16,13 +16,19 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 from bayestrain import data
-from bayestrain.app.data.fetch import fetch
 from bayestrain.errors import DataError
+from paper.fetch import File, Splits, cache_folder, cifar, fetch, load
 
 MINI = Path(data.__file__).parent / "mnist_mini"
-FILES = data.SPECS["mnist-mini"].files
+CONTENTS = {
+    name: gzip.decompress((MINI / f"{name}.gz").read_bytes())
+    for part in ("train", "t10k")
+    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
+}
+FILES = [File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in CONTENTS.items()]
 NAMES = sorted(file.name for file in FILES)
 CLOSED = {"mirror": "http://127.0.0.1:9/"}  # the discard port: no server listens
 
@@ -106,11 +112,11 @@ def test_a_killed_download_leaves_no_bad_file(served: tuple[str, Path], tmp_path
     cache, scratch = tmp_path / "cache", tmp_path / "scratch"
     scratch.mkdir()
     code = (
-        "import sys, tempfile; from pathlib import Path; from bayestrain.app.data import SPECS, fetch; "
-        "tempfile.tempdir = sys.argv[3]; "
-        "fetch.fetch(SPECS['mnist-mini'].files, Path(sys.argv[1]), [{'mirror': sys.argv[2]}])"
+        "import sys, tempfile; from pathlib import Path; from paper.fetch import File, fetch; "
+        f"tempfile.tempdir = sys.argv[3]; fetch({FILES}, Path(sys.argv[1]), [{{'mirror': sys.argv[2]}}])"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, cache, f"{url}/slow/", scratch])
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen([sys.executable, "-c", code, cache, f"{url}/slow/", scratch], cwd=root)
     try:
         deadline = time.monotonic() + 60
         while not any(path.is_file() and path.stat().st_size for path in scratch.rglob("*")):
@@ -201,7 +207,7 @@ def test_without_any_source_the_error_lists_files_and_place(tmp_path: Path, monk
     monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path / "cache"))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     with pytest.raises(DataError) as caught:
-        data.load("cifar10")
+        load("cifar10")
     place = tmp_path / "cache" / "cifar10"
     for words in ("colour photographs: not on this machine", f"put them into {place}:",
                   "test_batch.bin (30730000 bytes, sha256 8e2eb146"):  # fmt: skip
@@ -209,8 +215,8 @@ def test_without_any_source_the_error_lists_files_and_place(tmp_path: Path, monk
 
 
 def test_unknown_names_and_a_cache_that_cannot_be_written(served: tuple[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no data set 'mnits': choose one of mnist-mini, mnist, fashion-mnist, cifar10"):
-        data.load("mnits")
+    with pytest.raises(DataError, match="no data set 'mnits': choose one of mnist, fashion-mnist, cifar10"):
+        load("mnits")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot be written: .* Set the environment variable BAYESTRAIN_DATA"):
         fetch(FILES, tmp_path / "file" / "cache", [{"mirror": f"{served[0]}/good/"}])
@@ -218,7 +224,29 @@ def test_unknown_names_and_a_cache_that_cannot_be_written(served: tuple[str, Pat
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BAYESTRAIN_DATA", str(tmp_path))
-    assert data.cache_folder() == tmp_path
+    assert cache_folder() == tmp_path
     monkeypatch.delenv("BAYESTRAIN_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.cache_folder() == tmp_path / "bayestrain"
+    assert cache_folder() == tmp_path / "bayestrain"
+
+
+def test_a_cifar_record_is_a_label_and_three_planes() -> None:
+    record = bytes([7]) + bytes([10]) * 1024 + bytes([20]) * 1024 + bytes(range(32)) * 32
+    found, labels = cifar(record * 10_000)
+    assert (found.shape, labels.dtype, labels.unique().tolist()) == ((10_000, 3, 32, 32), torch.int64, [7])
+    assert found[9_999, 0].unique().tolist() == [10]
+    assert found[0, 1].unique().tolist() == [20]
+    assert found[5_000, 2, 13].tolist() == list(range(32))
+
+
+def test_channels_are_normalised_each_by_its_own_numbers_in_the_images_precision() -> None:
+    mean, std = (0.1, 0.2, 0.3), (0.5, 1.5, 3.0)
+    digits = data.load("mnist-mini")
+    splits = Splits("digits", digits.train, digits.test, digits.classes, mean, std)
+    batch = torch.rand(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([(batch[:, c] - mean[c]) / std[c] for c in range(3)], dim=1)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-15)):
+        found = splits.normalize(batch.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+        assert torch.equal(splits.normalize(batch[0].to(dtype)), found[0])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bayestrain import data
+from paper.fetch import load
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -40,7 +41,7 @@ def test_a_full_set_has_its_size_and_moments(
     delivered: Callable[[str], Path], name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BAYESTRAIN_DATA", str(delivered(name).parent))
-    splits = data.load(name)
+    splits = load(name)
     assert splits.train.images.shape == sizes
     assert splits.test.images.shape == (10_000, *sizes[1:])
     assert splits.train.labels.unique().tolist() == list(range(10))

@@ -1,9 +1,13 @@
-"""The data sets of catalog.toml: finding their files on this machine, and downloading missing ones into the cache."""
+"""The data sets of catalog.toml: finding their files on this machine, and downloading missing ones into the cache.
+
+python -m paper.fetch mnist cifar10
+"""
 
 import gzip
 import hashlib
 import logging
 import os
+import sys
 import tarfile
 import tempfile
 import tomllib
@@ -12,13 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from bayestrain.app.data import Images
+from bayestrain.app.data.images import idx
 from bayestrain.errors import DataError
 from bayestrain.files import write_atomically
 
 Source = Mapping[str, str]
 """``{"mirror": url}``, a folder with a .gz of every file, or ``{"archive": url, "sha256": ..}``, one tar file."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,12 @@ class Spec:
     licence: str
     citation: str
     homepage: str
-    sources: Sequence[Source] = ()
-    embedded: str = ""
+    sources: Sequence[Source]
 
     @property
     def home(self) -> Path:
-        """Where the files are: in the package, or in the cache."""
-        return Path(__file__).parent / self.embedded if self.embedded else cache_folder() / self.name
+        """Where the files are in the cache."""
+        return cache_folder() / self.name
 
 
 SPECS = {
@@ -89,6 +95,42 @@ def get(name: str) -> Path:
     """Make sure that the data set `name` is on this machine with the right checksums, and return its folder."""
     contents(name)
     return SPECS[name].home
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set, with the mean and deviation of its training pixels in [0, 1], per channel."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """(images - mean) / std per channel, for a float batch (N, C, H, W) or one image (C, H, W)."""
+        mean, std = (images.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return (images - mean) / std
+
+
+def load(name: str) -> Splits:
+    """Load "mnist", "fashion-mnist" or "cifar10", which is fetched at first use."""
+    files, spec = contents(name), SPECS[name]
+    if name == "cifar10":
+        train, test = Images(*cifar(b"".join(files[:-1]))), Images(*cifar(files[-1]))
+    else:
+        x, y, x_test, y_test = (idx(content) for content in files)
+        train, test = Images(x[:, None], y.long()), Images(x_test[:, None], y_test.long())
+    return Splits(name, train, test, tuple(spec.classes), tuple(spec.mean), tuple(spec.std))
+
+
+def cifar(content: bytes) -> tuple[Tensor, Tensor]:
+    """Images and labels of CIFAR-10 files: records of a label byte and the three planes of a 32x32 image."""
+    if not content or len(content) % 3073:
+        raise DataError(f"CIFAR-10 has records of 3,073 bytes, not {len(content)} bytes in all.")
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
 def contents(name: str) -> list[bytes]:
@@ -112,12 +154,12 @@ def fetch(files: Sequence[File], folder: Path, sources: Sequence[Source]) -> lis
     for file in files:
         try:
             found[file.name] = file.read(folder)
-        except DataError as error:
-            log.debug("%s", error)
+        except DataError:
+            continue
     missing, failures = [file for file in files if file.name not in found], []
     for source in sources if missing else ():
         kind, place = next(iter(source.items()))
-        log.info("fetching %d files from %s %s", len(missing), kind, place)
+        print(f"fetching {len(missing)} files from {kind} {place}", file=sys.stderr)
         try:
             found |= _delivered(source, missing)
             break
@@ -165,3 +207,8 @@ def _delivered(source: Source, files: Sequence[File]) -> dict[str, bytes]:
             for file in files:
                 download(f"{source['mirror']}{file.name}.gz", None)
         return {file.name: file.read(Path(temporary)) for file in files}
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:]:
+        print(get(wanted))
