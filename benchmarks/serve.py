@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "app"))
+sys.path[:0] = [str(ROOT / "tests" / "app"), str(ROOT / "tests")]
 import serve_kit as kit  # noqa: E402
 
 from bayestrain import __version__  # noqa: E402

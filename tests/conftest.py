@@ -10,7 +10,7 @@ import torch
 try:  # a GPU machine may have nothing but torch and pytest
     from hypothesis import HealthCheck, settings
 except ImportError:
-    settings = None  # type: ignore[assignment, misc]
+    settings = None
 
 torch.set_num_threads(1)
 

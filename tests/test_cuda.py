@@ -49,9 +49,6 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-8, message: object
     assert difference <= tolerance * scale, f"{message}: {difference} of {scale}"
 
 
-# --- formats, layers, prior, compaction -------------------------------------------------------------------------------
-
-
 @FORMAT
 def test_formats_compute_the_same(format: Any) -> None:
     sizes = (6, 5, 4)
@@ -190,9 +187,6 @@ def test_the_prior_of_every_format(format: Any) -> None:
     for (name, own), other in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
         if not name.split(".")[-1].isdigit() or format.name == "tt":  # other gauges need not be unique
             close(own, other, 1e-5, name)
-
-
-# --- captured steps ---------------------------------------------------------------------------------------------------
 
 
 def adam(named: Any, rate: float = 1e-2) -> torch.optim.Optimizer:
@@ -343,9 +337,6 @@ def test_capture_beside_another_process() -> None:
         assert (ours.captured > 5) != ours.capture.refused
     finally:
         other.wait(timeout=300)
-
-
-# --- posteriors -------------------------------------------------------------------------------------------------------
 
 
 def posterior(device: str, optimizer: Any, number: int = 4) -> Posterior:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import edits
 import numpy as np
 from safetensors.numpy import save_file
+from scipy.special import entr, softmax
 
 Json = dict[str, Any]
 EPOCHS, FINETUNE, MAX_RANK = 16, 4, 20
@@ -105,7 +107,7 @@ def unfinished(folder: Path, epochs: int = 6) -> Path:
 
 def edit(folder: Path, **changes: Any) -> Path:
     """Change entries of a run's ``result.json``."""
-    dump(folder / "result.json", {**load(folder / "result.json"), **changes})
+    edits.edit(folder / "result.json", **changes)
     return folder
 
 
@@ -167,11 +169,11 @@ def _predictions(
         score = -0.5 * np.log(2 * np.pi * std**2) - 0.5 * ((mean - targets) / std) ** 2
         metrics = {"rmse": float(np.sqrt(np.mean((mean - targets) ** 2))), "log_likelihood": float(score.mean())}
         return {key: value.astype(np.float32) for key, value in found.items()}, metrics
-    each = _softmax(8 * rng.normal(size=(n, 10)) + rng.normal(size=(particles, n, 10)))
+    each = softmax(8 * rng.normal(size=(n, 10)) + rng.normal(size=(particles, n, 10)), axis=-1)
     labels = np.array([rng.choice(10, p=p) for p in each.mean(0)])  # calibrated, unless tempered
-    each = _softmax(temper * np.log(each))
+    each = softmax(temper * np.log(each), axis=-1)
     probabilities = each.mean(0)
-    total, aleatoric = _entropy(probabilities), _entropy(each).mean(0)
+    total, aleatoric = entr(probabilities).sum(-1), entr(each).sum(-1).mean(0)
     hardest = np.argsort(-total)[:24]
     found = {
         "probabilities": probabilities, "labels": labels, "total": total, "aleatoric": aleatoric,
@@ -186,12 +188,3 @@ def _predictions(
     metrics = {"accuracy": right.mean(), "log_likelihood": np.log(truth).mean(), "ece": ece,
                "brier": ((probabilities - np.eye(10)[labels]) ** 2).sum(1).mean()}  # fmt: skip
     return found, {key: float(value) for key, value in metrics.items()}
-
-
-def _softmax(logits: Any) -> Any:
-    exp = np.exp(logits - logits.max(-1, keepdims=True))
-    return exp / exp.sum(-1, keepdims=True)
-
-
-def _entropy(p: Any) -> Any:
-    return -(p * np.log(np.maximum(p, 1e-300))).sum(-1)

@@ -1,11 +1,8 @@
 """A run of digits and a server process for it, and requests to that."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from processes import ENVIRONMENT, python
 
 from bayestrain import data
 
-CLI = [sys.executable, "-W", "error", "-m", "bayestrain"]
+CLI = ["-W", "error", "-m", "bayestrain"]
 
 
 def train(folder: Path) -> Path:
     """A posterior of two small networks, trained for an epoch or two."""
     short = [f"fit.{key}" for key in ("epochs=2", "finetune_epochs=1", "batch_size=250")]
     settings = [word for each in short for word in ("--set", each)]
-    done = subprocess.run([*CLI, "train", "--particles", "2", "--out", str(folder), *settings], capture_output=True,
-                          text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(*CLI, "train", "--particles", "2", "--out", folder, *settings)
     return folder
 
 
@@ -36,10 +32,9 @@ def train(folder: Path) -> Path:
 def server(run: Path) -> Iterator[tuple[int, int]]:
     """The port and process number of `bayestrain serve RUN`; nothing may be on its stderr at the end."""
     process = subprocess.Popen(
-        [*CLI, "serve", str(run), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        [sys.executable, "-u", *CLI, "serve", str(run), "--port", "0"], env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert process.stdout is not None
     line = process.stdout.readline()
     found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
     assert found, (line, process.communicate(timeout=60))
@@ -52,7 +47,6 @@ def server(run: Path) -> Iterator[tuple[int, int]]:
 
 
 def ask(port: int, body: Any, kind: str = "application/json", query: str = "", **options: Any) -> tuple[int, Any]:
-    """Status and JSON of one request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("POST", f"/predict{query}", body, {"Content-Type": kind}, **options)
@@ -74,5 +68,4 @@ def png(pixels: Any) -> bytes:
 
 
 def memory(process: int) -> int:
-    """Resident bytes of a process."""
     return int(re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())[0]) << 10

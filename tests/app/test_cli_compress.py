@@ -1,13 +1,12 @@
 """`bayestrain compress`: weights in every kind of file, calibration, and what it refuses."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import ENVIRONMENT, python
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -34,7 +33,6 @@ FILES: dict[str, Callable[[nn.Module, Path], None]] = {
 
 
 def network() -> nn.Module:
-    """As `build` of nets.py."""
     return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8))
 
 
@@ -57,9 +55,7 @@ def run(*words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_weights_become_a_smaller_saved_model(file: str, trained: nn.Module) -> None:
-    code, text = run(
-        "--model", "nets:build", "--weights", file, "--ratio", "2", "--data", "nets:loader", "--out", "small"
-    )
+    code, text = run(*f"--model nets:build --weights {file} --ratio 2 --data nets:loader --out small".split())
     assert code == 0, text
     assert "change of output" in text
     small = bt.load("small", into=network())
@@ -69,21 +65,18 @@ def test_weights_become_a_smaller_saved_model(file: str, trained: nn.Module) -> 
         assert (small(x) - trained(x)).norm() < 0.9 * trained(x).norm()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--model nets:build --weights w.pt --out small", "Give one of ratio=, parameters= and tolerance=, got 0"),
-        ("--model nets:build --ratio 2 --out small", "--weights names the trained weights"),
-        ("--model nets:build --weights none.pt --ratio 2 --out small", "none.pt cannot be read as weights"),
-        ("--model nets:build --weights nets.py --ratio 2 --out small", "nets.py cannot be read as weights"),
-        ("--model nets:build --weights other.pt --ratio 2 --out small", "are not those of the network"),
-        ("--model nets:build --weights list.pt --ratio 2 --out small", "holds no state dict"),
-        ("--model nets:number --weights w.pt --ratio 2 --out small", "must build a torch.nn.Module, got a int"),
-        ("--model nets:build --weights w.pt --ratio 2 --data nets:number --out small", "must return batches"),
-        ("--model nets:build --weights w.pt --parameters 10 --out small", "10 parameters are too few"),
-        ("--model nets:build --weights w.pt --ratio 2 --out full", "full already holds a model"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--model nets:build --weights w.pt --out small", "Give one of ratio=, parameters= and tolerance=, got 0"),
+    ("--model nets:build --ratio 2 --out small", "--weights names the trained weights"),
+    ("--model nets:build --weights none.pt --ratio 2 --out small", "none.pt cannot be read as weights"),
+    ("--model nets:build --weights nets.py --ratio 2 --out small", "nets.py cannot be read as weights"),
+    ("--model nets:build --weights other.pt --ratio 2 --out small", "are not those of the network"),
+    ("--model nets:build --weights list.pt --ratio 2 --out small", "holds no state dict"),
+    ("--model nets:number --weights w.pt --ratio 2 --out small", "must build a torch.nn.Module, got a int"),
+    ("--model nets:build --weights w.pt --ratio 2 --data nets:number --out small", "must return batches"),
+    ("--model nets:build --weights w.pt --parameters 10 --out small", "10 parameters are too few"),
+    ("--model nets:build --weights w.pt --ratio 2 --out full", "full already holds a model"),
+])  # fmt: skip
 def test_what_is_refused_writes_nothing(words: str, message: str, trained: nn.Module) -> None:
     torch.save({"0.weight": torch.zeros(2, 2)}, "other.pt")
     torch.save([1, 2], "list.pt")
@@ -96,7 +89,7 @@ def test_what_is_refused_writes_nothing(words: str, message: str, trained: nn.Mo
     assert Path("full/model.json").read_bytes() == before
 
 
-def test_a_file_cannot_run_code() -> None:
+def test_a_file_cannot_run_code_and_what_cannot_stay_on_disk_is_read() -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str, str]]:
             return open, ("touched", "w")
@@ -105,6 +98,14 @@ def test_a_file_cannot_run_code() -> None:
     code, text = run("--model", "nets:build", "--weights", "evil.pt", "--ratio", "2", "--out", "small")
     assert code == 2, text
     assert not Path("touched").exists()
+    # Weights of another dtype or under two names, and buffers that no file has.
+    Path("odd.py").write_text(ODD)
+    tied = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    save_file(tied.state_dict(), "tied.safetensors")
+    assert mapped("nets:build", Path("w.safetensors")) is not None
+    assert mapped("odd:half", Path("w.safetensors")) is None
+    assert mapped("odd:buffered", Path("w.safetensors")) is None
+    assert mapped("odd:tied", Path("tied.safetensors")) is None
 
 
 ODD = """
@@ -119,17 +120,6 @@ def buffered():
     net.register_buffer("scale", torch.ones(2), persistent=False)
     return net
 """
-
-
-def test_what_cannot_stay_on_disk_is_read() -> None:
-    """Weights of another dtype or under two names, and buffers that no file has."""
-    Path("odd.py").write_text(ODD)
-    tied = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-    save_file(tied.state_dict(), "tied.safetensors")
-    assert mapped("nets:build", Path("w.safetensors")) is not None
-    assert mapped("odd:half", Path("w.safetensors")) is None
-    assert mapped("odd:buffered", Path("w.safetensors")) is None
-    assert mapped("odd:tied", Path("tied.safetensors")) is None
 
 
 MEASURED = """
@@ -154,16 +144,12 @@ print(bt.count_parameters(model), peak[0] - start)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells no peak")
 def test_a_model_larger_than_memory_is_read_layer_by_layer(tmp_path: Path) -> None:
-    Path("deep.py").write_text(
-        "from torch import nn\ndef build(): return nn.Sequential(*(nn.Linear(256, 256) for _ in range(128)))\n"
-    )
-    deep = nn.Sequential(*(nn.Linear(256, 256) for _ in range(128)))
+    code = "nn.Sequential(*(nn.Linear(256, 256) for _ in range(128)))"
+    Path("deep.py").write_text(f"from torch import nn\ndef build(): return {code}\n")
+    deep = eval(code)
     save_file(deep.state_dict(), tmp_path / "deep.safetensors")
     heap = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back at once, so that the peak is what is in use
-    found = subprocess.run(
-        [sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True, env=os.environ | heap
-    )
-    parameters, peak = map(int, found.stdout.split())
+    parameters, peak = map(int, python("-c", MEASURED, env=ENVIRONMENT | heap).stdout.split())
     assert parameters < bt.count_parameters(deep) / 3
     assert peak < (tmp_path / "deep.safetensors").stat().st_size * 0.75
 

@@ -1,7 +1,6 @@
 """What the command line refuses: one message on stderr, exit code 2, no traceback, nothing overwritten."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import python
 from run_folders import write_run
 from typer.testing import CliRunner
 
@@ -47,41 +47,34 @@ def refused(*arguments: str) -> str:
     return " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "exit_code", "message"),
-    [("inspect nowhere", 2, "nowhere holds no finished run"), ("--help", 0, ""), ("--version", 0, ""),
-     ("train -h", 0, ""), ("predict -h", 0, "")],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "exit_code", "message"), [
+    ("inspect nowhere", 2, "nowhere holds no finished run"), ("--help", 0, ""), ("--version", 0, ""),
+    ("train -h", 0, ""), ("predict -h", 0, ""),
+])  # fmt: skip
 def test_help_and_a_run_that_does_not_exist_need_no_torch(words: str, exit_code: int, message: str) -> None:
     code = f"import sys; from bayestrain.app.cli import main; sys.argv = ['bayestrain', *{words.split()}]\n"
     code += f"try: main()\nexcept SystemExit as e: assert e.code == {exit_code} and 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert message in done.stderr
+    assert message in python("-c", code).stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "nope:build", "--data", "nets:loaders", "--out", "run"], "nope"),
-        (["--model", "nets:nope", "--data", "nets:loaders", "--out", "run"], "nets"),
-        (["--model", "nets", "--data", "nets:loaders", "--out", "run"], "nets"),
-        (["--model", "nets:build"], "--model and --data go together"),
-        (["--config", "no.toml"], "no.toml cannot be read: No such file"),
-        (["--config", "bad.toml"], "bad.toml is not valid TOML"),
-        (["--config", "wrong.toml"], 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?'),
-        ([*OWN[1:], "--set", "fit.epochs=many"], "fit.epochs must be an integer"),
-        ([*OWN[1:], "--set", "fit"], "fit.epochs=3"),
-        ([*OWN[1:], "--seed", "-1"], "run.seed must be an integer"),
-        ([*OWN[1:], "--seed", "x"], "'--seed'"),
-        ([*OWN[1:], "--particles", "0"], "posterior.particles must be an integer at least 1, got 0"),
-        ([*OWN[1:], "--device", "cuda:99"], "Choose auto, cpu, cuda, cuda:N or mps."),
-        ([*OWN[1:], "--device", "mps"], "--device mps: "),
-        ([*OWN[1:], "--device", "gpu"], "--device gpu: "),
-        (["--resume", "--out", "nowhere"], "nowhere/config.toml cannot be read"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model", "nope:build", "--data", "nets:loaders", "--out", "run"], "nope"),
+    (["--model", "nets:nope", "--data", "nets:loaders", "--out", "run"], "nets"),
+    (["--model", "nets", "--data", "nets:loaders", "--out", "run"], "nets"),
+    (["--model", "nets:build"], "--model and --data go together"),
+    (["--config", "no.toml"], "no.toml cannot be read: No such file"),
+    (["--config", "bad.toml"], "bad.toml is not valid TOML"),
+    (["--config", "wrong.toml"], 'wrong.toml: There is no setting "fit.epocs". Did you mean "fit.epochs"?'),
+    ([*OWN[1:], "--set", "fit.epochs=many"], "fit.epochs must be an integer"),
+    ([*OWN[1:], "--set", "fit"], "fit.epochs=3"),
+    ([*OWN[1:], "--seed", "-1"], "run.seed must be an integer"),
+    ([*OWN[1:], "--seed", "x"], "'--seed'"),
+    ([*OWN[1:], "--particles", "0"], "posterior.particles must be an integer at least 1, got 0"),
+    ([*OWN[1:], "--device", "cuda:99"], "Choose auto, cpu, cuda, cuda:N or mps."),
+    ([*OWN[1:], "--device", "mps"], "--device mps: "),
+    ([*OWN[1:], "--device", "gpu"], "--device gpu: "),
+    (["--resume", "--out", "nowhere"], "nowhere/config.toml cannot be read"),
+], ids=str)  # fmt: skip
 def test_options_that_cannot_be_meant(arguments: list[str], message: str) -> None:
     Path("bad.toml").write_text("[fit\n")
     Path("wrong.toml").write_text("[fit]\nepocs = 1\n")
@@ -91,27 +84,25 @@ def test_options_that_cannot_be_meant(arguments: list[str], message: str) -> Non
     assert not Path("run/result.json").exists()
 
 
-def test_a_run_is_not_overwritten_unless_told() -> None:
+def test_nothing_is_overwritten_unless_told() -> None:
     run = write_run(Path("run"))
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     assert "already holds a run" in refused(*OWN, "--out", "run")
     refused(*OWN, "--out", "run", "--resume", "--overwrite")
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.name in before} == before
-
-
-def test_a_config_of_the_users_own_is_never_overwritten() -> None:
     Path("mine").mkdir()
     text = '# mine\n[run]\nmodel = "nets:build"\ndata = "nets:loaders"\n'
     Path("mine/config.toml").write_text(text)
     assert "overwrite your own mine/config.toml" in refused("train", "--config", "mine/config.toml", "--out", "mine")
     assert Path("mine/config.toml").read_text() == text
-
-
-def test_an_output_folder_that_cannot_be_written() -> None:
     Path("file").write_text("precious")
     assert "file" in refused(*OWN, "--out", "file/run")
     assert "file" in refused(*OWN, "--out", "file", "--overwrite")
     assert Path("file").read_text() == "precious"
+    Path("task.py").write_text("mine")
+    assert "already has task.py" in refused("init")
+    assert {path.name for path in Path().iterdir()} == {"run", "mine", "file", "task.py", "nets.py"}
+    assert Path("task.py").read_text() == "mine"
 
 
 def test_running_out_of_memory_is_a_message() -> None:
@@ -127,7 +118,7 @@ def test_running_out_of_memory_is_a_message() -> None:
 def test_finished_runs_are_wanted() -> None:
     Path("empty").mkdir()
     Image.new("L", (28, 28)).save("a.png")
-    for command in (["inspect"], ["evaluate"], ["predict"]):
+    for command in (["inspect"], ["evaluate"], ["export"], ["predict"]):
         rest = ["a.png"] if command == ["predict"] else []
         assert "nowhere holds no finished run" in refused(*command, "nowhere", *rest)
         assert "empty holds no finished run" in refused(*command, "empty", *rest)
@@ -137,23 +128,19 @@ def test_finished_runs_are_wanted() -> None:
     assert "result.json is damaged" in refused("inspect", "empty")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("text.csv", "a,b\n1,2\nx,3\n", "cannot be read as rows of numbers"),
-        ("ragged.csv", "1,2\n1,2,3\n", "cannot be read as rows of numbers"),
-        ("wide.csv", "1,2,3\n", "has the shape 1x3, but an input of this network has the shape 2"),
-        ("empty.csv", "a,b\n", "it has no row"),
-        ("nan.csv", "1,2\n3,nan\n", "has values that are not finite"),
-        ("object.npy", np.array([{}], dtype=object), "cannot be read"),
-        ("broken.npy", "\x93NUMPY", "cannot be read"),
-        ("dict.pt", {"x": 1}, "cannot be read"),
-        ("code.pt", refused, "cannot be read"),  # a function: loading it would import code
-        ("broken.pt", "no", "cannot be read"),
-        ("a.png", "", "must be a .csv, .json, .npy or .pt file: an input has the shape 2"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("text.csv", "a,b\n1,2\nx,3\n", "cannot be read as rows of numbers"),
+    ("ragged.csv", "1,2\n1,2,3\n", "cannot be read as rows of numbers"),
+    ("wide.csv", "1,2,3\n", "has the shape 1x3, but an input of this network has the shape 2"),
+    ("empty.csv", "a,b\n", "it has no row"),
+    ("nan.csv", "1,2\n3,nan\n", "has values that are not finite"),
+    ("object.npy", np.array([{}], dtype=object), "cannot be read"),
+    ("broken.npy", "\x93NUMPY", "cannot be read"),
+    ("dict.pt", {"x": 1}, "cannot be read"),
+    ("code.pt", refused, "cannot be read"),  # a function: loading it would import code
+    ("broken.pt", "no", "cannot be read"),
+    ("a.png", "", "must be a .csv, .json, .npy or .pt file: an input has the shape 2"),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
 def test_files_that_cannot_be_predicted(name: str, content: Any, reason: str) -> None:
     if isinstance(content, str):
         Path(name).write_text(content)
@@ -163,10 +150,3 @@ def test_files_that_cannot_be_predicted(name: str, content: Any, reason: str) ->
         torch.save(content, name)
     with pytest.raises(DataError, match=f"^{re.escape(name)} .*{re.escape(reason)}"):
         read_inputs([Path(name)], {"input_shape": [2], "input_dtype": "float32"}, None)
-
-
-def test_init_never_overwrites() -> None:
-    Path("task.py").write_text("mine")
-    assert "already has task.py" in refused("init")
-    assert {path.name for path in Path().iterdir()} == {"task.py", "nets.py"}
-    assert Path("task.py").read_text() == "mine"

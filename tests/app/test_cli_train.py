@@ -1,7 +1,6 @@
 """The command line from end to end, on networks and data of a user's own, mostly in processes of their own."""
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import ENVIRONMENT, python
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -21,8 +21,8 @@ import bayestrain
 from bayestrain.app import data
 from bayestrain.app.cli.app import app
 from bayestrain.train import config
+from bayestrain.train.run import load_run
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(bayestrain.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 NETS = """
 import torch
 from torch import nn
@@ -30,40 +30,36 @@ from torch import nn
 def build():
     return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
 
-def loaders():
-    x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
-    y = x[:, :3].argmax(1)
-    return [(x[part], y[part]) for part in (slice(0, 300), slice(300, 350), slice(350, 400))]
+class Data:
+    classes = ("left", "middle", "right")
+    mean, std = [0.5], [2.0]
+    def __init__(self):
+        x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
+        parts = (slice(0, 300), slice(300, 350), slice(350, 400))
+        self.train, self.validation, self.test = ((x[part], x[part, :3].argmax(1)) for part in parts)
 """
 TEXTS = '''
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-GOOD, BAD = "good great lovely superb".split(), "bad awful poor dull".split()
-REST = "the film was a story and i saw it".split()
-WORDS = {word: k for k, word in enumerate([*GOOD, *BAD, *REST])}
-
 class Data:
-    """Sentences of ten words, three of which say whether the film was good, as token numbers."""
-    classes = ("bad", "good")
+    """Sentences of nine token numbers, most of them small or most of them large."""
+    classes = ("large", "small")
     def __init__(self):
-        draw = torch.Generator().manual_seed(0)
-        y = torch.randint(2, (900,), generator=draw)
-        x = torch.randint(8, len(WORDS), (900, 10), generator=draw)
-        x[:, 3:9:2] = torch.randint(4, (900, 3), generator=draw) + 4 * (1 - y[:, None])
+        x = torch.randint(50, (900, 9), generator=torch.Generator().manual_seed(0))
+        y = ((x < 25).sum(1) > 4).long()
         self.train = DataLoader(TensorDataset(x[:600], y[:600]), batch_size=50, shuffle=True)
         self.validation, self.test = (x[600:750], y[600:750]), (x[750:], y[750:])
 
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(len(WORDS), 32)
-        self.head = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 2))
+        self.table, self.head = nn.Embedding(50, 32), nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 2))
     def forward(self, tokens):
-        return self.head(self.words(tokens).mean(1))
+        return self.head(self.table(tokens).mean(1))
 '''
-OWN = ["train", "--model", "ownnets:build", "--data", "ownnets:loaders"]
+OWN = ["train", "--model", "ownnets:build", "--data", "ownnets:Data"]
 TINY = ["--set", "fit.epochs=2", "--set", "fit.finetune_epochs=1", "--set", "tensorize.max_rank=4"]
 FILES = {
     "config.toml", "environment.json", "history.jsonl", "model.safetensors", "model.json", "predictions.safetensors",
@@ -73,9 +69,7 @@ FILES = {
 
 def process(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "bayestrain")) -> str:
     """What a command in a process of its own prints, once it has succeeded."""
-    command = [sys.executable, *program, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python(*program, *arguments, cwd=cwd)
     assert done.stderr == ""
     return done.stdout
 
@@ -106,8 +100,7 @@ def first(home: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path, first: str) -> Path:
-    assert first
+def run(home: Path, first: str) -> Path:  # noqa: ARG001
     return home / "runs" / "build-seed0"
 
 
@@ -123,7 +116,7 @@ def started(home: Path) -> Path:
     return folder
 
 
-def test_plain_lines_and_a_full_folder(first: str, run: Path) -> None:
+def test_plain_lines_a_full_folder_and_its_figures_again(first: str, run: Path) -> None:
     assert not [c for c in first if not c.isprintable() and c != "\n"]
     lines = first.splitlines()
     assert re.search(r"epoch 3/3 .*likelihood loss .*prior loss .*parameters", first)
@@ -133,9 +126,20 @@ def test_plain_lines_and_a_full_folder(first: str, run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     assert result["command"] == "python -m bayestrain " + shlex.join([*OWN, *TINY])
     assert result["task"] == "classification"
+    text = answer("inspect", str(run))
+    result = json.loads((run / "result.json").read_text())
+    for words in ("layer", "ranks", "whole network", f"{result['parameters']:,}", f"{result['dense_parameters']:,}"):
+        assert words in text
+    assert json.loads(answer("inspect", str(run), "--json")) == result
+    assert all(name in answer("inspect", str(run), "--plan") for name in result["ranks"])
+    before = json.loads((run / "result.json").read_text())
+    assert f"Report:                 {run}/report.html" in answer("evaluate", str(run))
+    after = json.loads((run / "result.json").read_text())
+    assert after["metrics"] == pytest.approx(before["metrics"])
+    assert answer("report", str(run)) == f"{run}/report.html\n"
 
 
-def test_json_is_one_object_and_the_next_run_gets_the_next_folder(run: Path) -> None:
+def test_json_is_one_object_and_runs_are_overwritten_when_told(run: Path, home: Path) -> None:
     result = CliRunner().invoke(app, [*OWN, *TINY, "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
     printed = json.loads(result.stdout)
@@ -143,24 +147,12 @@ def test_json_is_one_object_and_the_next_run_gets_the_next_folder(run: Path) -> 
     before = json.loads((run / "result.json").read_text())
     for key in ("seed", "dense_parameters", "parameters", "ranks", "metrics"):
         assert printed[key] == before[key]
-
-
-def test_overwrite_replaces_a_run_and_leaves_other_files(home: Path) -> None:
     out = home / "again"
     assert answer(*OWN, *TINY, "--out", str(out), "--quiet") == f"{out}/report.html\n"
     (out / "notes.txt").write_text("mine")
     answer(*OWN, *TINY, "--out", str(out), "--seed", "5", "--quiet", "--overwrite")
     assert json.loads((out / "result.json").read_text())["seed"] == 5
     assert (out / "notes.txt").read_text() == "mine"
-
-
-def test_a_run_starts_from_the_network_of_another(run: Path) -> None:
-    far = Path("a" * 90)  # settings are passed on whole
-    far.symlink_to(run)
-    answer(*OWN, *TINY, "--from", str(far), "--out", "smaller", "--quiet")
-    result, before = (json.loads((folder / "result.json").read_text()) for folder in (Path("smaller"), run))
-    assert result["start_ranks"] == before["ranks"]
-    assert "Started from aaa" in Path("smaller/report.html").read_text()
 
 
 def test_print_config_is_a_config_whose_settings_can_be_changed(home: Path) -> None:
@@ -171,6 +163,7 @@ def test_print_config_is_a_config_whose_settings_can_be_changed(home: Path) -> N
     assert answer("train", "--config", str(file), "--print-config") == file.read_text()
     assert "lr = 0.25" in answer("train", "--config", str(file), "--set", "fit.lr=0.25", "--print-config")
     assert "seed = 7" in answer("train", "--config", str(file), "--seed", "7", "--print-config")
+    assert f'from_run = "{"a" * 90}"' in answer(*OWN, "--from", "a" * 90, "--print-config")  # whole
 
 
 def test_the_embedded_example_trains() -> None:
@@ -216,11 +209,7 @@ def test_the_files_of_init_train_and_predict(started: Path, monkeypatch: pytest.
     assert "RMSE (test)" in answer("evaluate", "posterior")
     assert "each of 2 particles" in answer("inspect", "posterior")
     assert "Predicted and true values" in (started / "posterior/report.html").read_text()
-
-
-def test_the_script_of_init_runs(started: Path) -> None:
-    text = (started / "task.py").read_text()
-    (started / "short.py").write_text(text.replace("epochs=40", "epochs=4"))
+    (started / "short.py").write_text((started / "task.py").read_text().replace("epochs=40", "epochs=4"))
     assert "validation: {'rmse'" in process(cwd=started, program=("short.py",))
 
 
@@ -259,12 +248,31 @@ def test_evaluate_gives_the_same_figures_again(run: Path) -> None:
     assert answer("report", str(run)) == f"{run}/report.html\n"
 
 
+@pytest.mark.parametrize("particles", [1, 2])
+def test_an_exported_run_predicts_what_the_run_does(run: Path, particles: int) -> None:
+    if particles > 1:
+        answer(*OWN, *TINY, "--particles", "2", "--out", "two", "--quiet")
+    out = run if particles == 1 else Path("two")
+    assert f"{out}/model.pt2: pt2," in answer("export", str(out), "--format", "pt2")
+    extra, x = {"metadata.json": ""}, torch.randn(5, 6)
+    found = torch.export.load(out / "model.pt2", extra_files=extra).module()(x)
+    told, result = json.loads(extra["metadata.json"]), json.loads((out / "result.json").read_text())
+    assert (told["classes"], told["mean"], told["particles"]) == (["left", "middle", "right"], [0.5], particles)
+    assert told["temperature"] == result["calibrated"]["temperature"]
+    model = load_run(out)
+    model.likelihood.temperature = told["temperature"]
+    expected = model.predict(x)
+    for name in ("mean", "total", "aleatoric", "epistemic"):
+        torch.testing.assert_close(found[name].double(), getattr(expected, name), rtol=1e-4, atol=1e-6)
+    assert CliRunner().invoke(app, ["export", str(out), "--format", "pdf"]).exit_code == 2
+    answer("report", str(out))  # the run is whole
+
+
 def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_resume(home: Path) -> None:
     long = [*OWN, *TINY, "--set", "fit.epochs=100", "--set", "fit.compact_every=0", "--out", "my runs/one"]
     command = [sys.executable, "-m", "bayestrain", *long, "--device", "cpu"]
-    running = subprocess.Popen(
-        command, cwd=home, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen(command, cwd=home, env=ENVIRONMENT, **pipes)
     history = home / "my runs" / "one" / "history.jsonl"
     until = time.monotonic() + 120
     while not (history.exists() and history.read_text().count("\n") >= 3):
@@ -294,6 +302,6 @@ def test_a_classifier_of_texts(home: Path) -> None:
     own = ("train", "--model", "texts:Classifier", "--data", "texts:Data", *options)
     text = process(*own, "--out", "texts", cwd=home)
     assert re.search(r"^Accuracy \(test\): +(100\.00|9\d\.\d\d)%", text, re.MULTILINE)
-    (home / "new.csv").write_text("8,9,10,0,11,1,12,2,8,9\n8,9,10,4,11,5,12,6,8,9\n")
+    (home / "new.csv").write_text("8,9,10,0,11,1,12,2,49\n38,9,30,44,11,45,32,46,28\n")
     rows = json.loads(process("predict", "texts", "new.csv", "--json", cwd=home))
-    assert [row["class"] for row in rows] == ["good", "bad"]
+    assert [row["class"] for row in rows] == ["small", "large"]

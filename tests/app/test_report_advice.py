@@ -25,17 +25,14 @@ def with_ends(*ends: list[int]) -> Any:
 FULL = [starts for _, _, _, starts, _ in LAYERS.values()]
 
 
-@pytest.mark.parametrize(
-    ("ends", "wanted", "unwanted"),
-    [
-        ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20. If accuracy", "collapsed"),
-        ([[6, 20, 3], [20], [4, 20, 8, 2]], "for example to 40", "No rank was pruned"),
-        ([[18, 7, 9], [7], [4, 8, 8, 2]], "Nothing here", "maximum rank"),  # their modes limit these bonds
-        (FULL, "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
-         "max"),
-        ([[6, 9, 3], [1], [1, 1, 1, 1]], "2 layers collapsed to rank 1: fc1, fc2. If they are bottlenecks", "max"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ends", "wanted", "unwanted"), [
+    ([[6, 20, 3], [20], [4, 20, 8, 2]], "3 of 8 bonds kept the maximum rank of 20. If accuracy", "collapsed"),
+    ([[6, 20, 3], [20], [4, 20, 8, 2]], "for example to 40", "No rank was pruned"),
+    ([[18, 7, 9], [7], [4, 8, 8, 2]], "Nothing here", "maximum rank"),  # their modes limit these bonds
+    (FULL, "No rank was pruned: train longer (epochs in [fit]), or raise weight in [prior], which reached 0.200",
+     "max"),
+    ([[6, 9, 3], [1], [1, 1, 1, 1]], "2 layers collapsed to rank 1: fc1, fc2. If they are bottlenecks", "max"),
+])  # fmt: skip
 def test_ranks(tmp_path: Path, ends: list[list[int]], wanted: str, unwanted: str) -> None:
     text = said(write_run(tmp_path / "run", layers=with_ends(*ends), weight=0.2))
     assert wanted in text
@@ -80,18 +77,14 @@ def test_particles(tmp_path: Path) -> None:
 LOSS = "train_loss"
 
 
-@pytest.mark.parametrize(
-    ("change", "wanted"),
-    [
-        (lambda x: {**x, "parameters": 9000 - 300 * x["epoch"]}, "The search ended while ranks were still"),
-        (lambda x: {**x, "validation": {"log_likelihood": -1.0 - abs(x["epoch"] - 6) / 10}},
-         "It overfits: validation log likelihood was best at epoch 6 (-1.00) and ended at -2.40"),
-        (lambda x: {**x, "validation": {"log_likelihood": -3.0 + x["epoch"] / 10}}, "still rising at the end"),
-        (lambda x: {**x, LOSS: float("nan") if x["epoch"] >= 9 else x[LOSS]}, "not finite from epoch 9 on: lower lr"),
-        (lambda x: {**x, "phase": "train"}, "Nothing here"),  # no rank was to move
-    ],
-    ids=["search", "overfitting", "too short", "not finite", "no search"],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "wanted"), [
+    (lambda x: {**x, "parameters": 9000 - 300 * x["epoch"]}, "The search ended while ranks were still"),
+    (lambda x: {**x, "validation": {"log_likelihood": -1.0 - abs(x["epoch"] - 6) / 10}},
+     "It overfits: validation log likelihood was best at epoch 6 (-1.00) and ended at -2.40"),
+    (lambda x: {**x, "validation": {"log_likelihood": -3.0 + x["epoch"] / 10}}, "still rising at the end"),
+    (lambda x: {**x, LOSS: float("nan") if x["epoch"] >= 9 else x[LOSS]}, "not finite from epoch 9 on: lower lr"),
+    (lambda x: {**x, "phase": "train"}, "Nothing here"),  # no rank was to move
+], ids=["search", "overfitting", "too short", "not finite", "no search"])  # fmt: skip
 def test_what_the_history_says(tmp_path: Path, change: Callable[[Json], Json], wanted: str) -> None:
     no_search = wanted == "Nothing here"
     folder = write_run(tmp_path / "run", layers=with_ends(*FULL) if no_search else None)

@@ -5,8 +5,6 @@ import contextlib
 import html
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -112,18 +110,10 @@ def test_every_kind_of_run_has_its_figures(tmp_path: Path, kind: str) -> None:
     assert "ec317859a1b6" in page.text
 
 
-def test_the_page_asks_for_nothing_and_is_the_same_every_time(shared: Path) -> None:
+def test_the_page_is_the_same_every_time_and_true_to_the_files(shared: Path) -> None:
     first = Page(shared / "report.html")
     assert not re.search(r"@import|url\(|https?://", first.source)
     assert report(shared).source == first.source
-
-
-def test_reading_the_report_needs_no_torch() -> None:
-    code = "import bayestrain.app.report, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_ranks_and_sizes_of_any_format_are_those_of_the_files(shared: Path) -> None:
     page = Page(shared / "report.html")
     rows = {cells[0]: cells for row in re.findall(r"<tr>(.*?)</tr>", page.source)
             if (cells := [html.unescape(cell) for cell in re.findall(r">([^<]*)</t[hd]>", row)])}  # fmt: skip
@@ -152,10 +142,13 @@ def test_tiles_state_their_own_value_and_pass_no_verdict(tmp_path: Path) -> None
     assert not re.search("better|worse", tile_text)
 
 
-def test_coverage_of_intervals(tmp_path: Path) -> None:
+def test_coverage_and_numbers_as_people_read_them(tmp_path: Path) -> None:
     found = read_run(write_run(tmp_path / "run", "regression")).predictions
     assert covered(found, 0.9) == pytest.approx(0.9, abs=0.03)
     assert covered(found, 0.5) == pytest.approx(0.5, abs=0.04)
+    assert (percent(0.98561), percent(0.5, 0)) == ("98.56%", "50%")
+    assert (number(-0.04583), number(1108.2), number(0), number(2.0)) == ("-0.0458", "1,108", "0.00", "2.00")
+    assert (plural(1, "layer"), plural(2, "layer")) == ("1 layer", "2 layers")
 
 
 def test_pictures_only_where_inputs_are_pictures(tmp_path: Path, shared: Path, run: Path) -> None:
@@ -170,15 +163,12 @@ def test_pictures_only_where_inputs_are_pictures(tmp_path: Path, shared: Path, r
     assert len(report(run).pictures) == 14
 
 
-def test_regression_of_several_outputs(tmp_path: Path) -> None:
+def test_several_outputs_and_deep_networks(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "regression")
     tensors = load_file(folder / "predictions.safetensors")
     change_tensors(folder, **{name: np.stack([x, 2 * x, 3 * x, 4 * x], 1) for name, x in tensors.items()})
     assert "true value of output 3" in report(folder).figures["Predicted and true values"]  # the last one of this title
-
-
-def test_a_deep_network_has_maps_and_few_figures(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "run", layers=deep_layers()))
+    page = report(write_run(tmp_path / "deep", layers=deep_layers()))
     assert set(page.figures) == EXPECTED["classification"]
     assert "Only the 6 largest layers are shown" in page.text
     assert "Layers (91)" in page.text
@@ -201,40 +191,27 @@ def test_no_name_can_break_the_page(tmp_path: Path) -> None:
     assert STYLE["text.parse_math"] is False
 
 
-def test_an_unfinished_run_shows_what_is_there(run: Path) -> None:
-    page = report(unfinished(run))
-    assert "This run is unfinished" in page.text
-    assert set(page.figures) == TRAINING | {"Ranks over the epochs", "Accuracy"}
-    assert "Epochs so far" in page.text
-    assert "still at epoch 5 of 20. To resume it, add --resume" in page.text
-    assert tiles(read_run(run))[2][0] == "Accuracy (validation)"
-
-
 @pytest.mark.parametrize("name", ["history.jsonl", "config.toml", "environment.json", "predictions.safetensors"])
 def test_a_missing_file_only_leaves_out_what_it_holds(run: Path, name: str) -> None:
     (run / name).unlink()
     assert len(report(run).figures) >= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("result.json", "{", "Expecting"),
-        ("result.json", "[1]", "it holds a list instead of an object"),
-        ("result.json", '{"name": "x"}', "it has no 'parameters'"),
-        ("result.json", '{"parameters": 1, "dense_parameters": 2, "layers": {"a": 3}}', "not subscriptable"),
-        ("result.json", '{"parameters": 1, "dense_parameters": 2, "ranks": {"fc1": [2, 3]}}', "do not fit each other"),
-        ("result.json", '{"a": ' * 100_000, "recursion"),
-        ("result.json", '{"parameters": ' + "9" * 5_000 + "}", "digits"),
-        ("environment.json", "{", "Expecting"),
-        ("config.toml", "[fit", "Expected"),
-        ("spectra.json", '{"layers": {"a": {"bonds": [[1, 2]], "kept": [3, 4]}}}', "zip"),
-        ("spectra.json", '{"layers": {"a": {"kept": [3]}}}', "it has no 'bonds'"),
-        ("history.jsonl", '{"epoch": 1}\n{"epo\n{"epoch": 2}\n', "Unterminated"),
-        ("predictions.safetensors", "no tensors", "header"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("result.json", "{", "Expecting"),
+    ("result.json", "[1]", "it holds a list instead of an object"),
+    ("result.json", '{"name": "x"}', "it has no 'parameters'"),
+    ("result.json", '{"parameters": 1, "dense_parameters": 2, "layers": {"a": 3}}', "not subscriptable"),
+    ("result.json", '{"parameters": 1, "dense_parameters": 2, "ranks": {"fc1": [2, 3]}}', "do not fit each other"),
+    ("result.json", '{"a": ' * 100_000, "recursion"),
+    ("result.json", '{"parameters": ' + "9" * 5_000 + "}", "digits"),
+    ("environment.json", "{", "Expecting"),
+    ("config.toml", "[fit", "Expected"),
+    ("spectra.json", '{"layers": {"a": {"bonds": [[1, 2]], "kept": [3, 4]}}}', "zip"),
+    ("spectra.json", '{"layers": {"a": {"kept": [3]}}}', "it has no 'bonds'"),
+    ("history.jsonl", '{"epoch": 1}\n{"epo\n{"epoch": 2}\n', "Unterminated"),
+    ("predictions.safetensors", "no tensors", "header"),
+], ids=str)  # fmt: skip
 def test_a_damaged_file_is_named(run: Path, name: str, content: str, reason: str) -> None:
     (run / name).write_text(content)
     with pytest.raises(DataError, match=re.escape(reason)) as error:
@@ -252,11 +229,10 @@ def test_wrong_entries_of_a_result_are_a_data_error_or_a_page(run: Path, value: 
             write_report(run)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value"),
-    [("labels", np.zeros(5, np.int64)), ("total", np.zeros(3)), ("hardest_inputs", np.zeros((24, 6))),
-     ("hardest", np.full(24, 5000)), ("probabilities", None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("tensor", "value"), [
+    ("labels", np.zeros(5, np.int64)), ("total", np.zeros(3)), ("hardest_inputs", np.zeros((24, 6))),
+    ("hardest", np.full(24, 5000)), ("probabilities", None),
+])  # fmt: skip
 def test_predictions_that_do_not_fit_are_refused(run: Path, tensor: str, value: np.ndarray | None) -> None:
     change_tensors(run, **{tensor: value})
     with pytest.raises(DataError, match=f"{run}.* is damaged"):
@@ -269,16 +245,16 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
             write_report(folder)
 
 
-def test_a_resumed_epoch_counts_once(run: Path) -> None:
+def test_resumed_and_unfinished_runs(run: Path) -> None:
     lines = (run / "history.jsonl").read_text().splitlines()
     again = {**json.loads(lines[7]), "train_loss": 99.0}
     (run / "history.jsonl").write_text("\n".join([*lines, json.dumps(again), ""]))
     history = read_run(run).history
     assert [record["epoch"] for record in history] == list(range(21))
     assert history[7]["train_loss"] == 99.0
-
-
-def test_numbers_as_people_read_them() -> None:
-    assert (percent(0.98561), percent(0.5, 0)) == ("98.56%", "50%")
-    assert (number(-0.04583), number(1108.2), number(0), number(2.0)) == ("-0.0458", "1,108", "0.00", "2.00")
-    assert (plural(1, "layer"), plural(2, "layer")) == ("1 layer", "2 layers")
+    page = report(unfinished(run))
+    assert "This run is unfinished" in page.text
+    assert set(page.figures) == TRAINING | {"Ranks over the epochs", "Accuracy"}
+    assert "Epochs so far" in page.text
+    assert "still at epoch 5 of 20. To resume it, add --resume" in page.text
+    assert tiles(read_run(run))[2][0] == "Accuracy (validation)"

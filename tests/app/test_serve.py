@@ -1,9 +1,8 @@
 """`bayestrain serve` as a process: answers under load, bad requests, and the page in a browser."""
 
-from __future__ import annotations
-
 import base64
 import json
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import serve_kit as kit
+from processes import python
 from test_report_browser import chromium  # noqa: F401  # a fixture
 from typer.testing import CliRunner
 
@@ -64,6 +64,15 @@ def test_it_predicts_what_the_command_predicts(server: tuple[int, int], run: Pat
     assert (about["status"], about["particles"], about["input_shape"]) == ("ok", 2, [1, 28, 28])
 
 
+def test_the_client_of_the_documents(server: tuple[int, int]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    printed = python("-c", block.replace("localhost:8000", f"127.0.0.1:{server[0]}")).stdout
+    assert re.match(r"\d 0\.\d+ between 0\.\d+ and 0\.\d+\nuncertainty: \d", printed)
+    options = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    assert all(part in options for part in ("--port", "--host", "--device", "'bayestrain[serve]'"))
+
+
 def test_concurrent_answers_are_the_serial_ones_and_memory_stays(server: tuple[int, int]) -> None:
     """500 requests from 16 threads; benchmarks/serve.py sends 10,000 from 32."""
     port, process = server
@@ -82,29 +91,24 @@ def test_concurrent_answers_are_the_serial_ones_and_memory_stays(server: tuple[i
     assert kit.memory(process) < before + (32 << 20)
 
 
-ROW = [0.0] * 784
+JSON = "application/json"
 NOISE = np.arange(784, dtype=np.uint8).reshape(28, 28) ** 3
 WRONG: dict[str, tuple[Any, str, int, str]] = {
-    "no JSON": (b"{", "application/json", 422, "rows of numbers: Expecting property"),
-    "no text": (b"\xff\xfe\xfd", "application/json", 422, "rows of numbers"),
-    "deep": (b"[" * 100_000, "application/json", 422, "recursion"),
-    "another key": (b'{"rows": []}', "application/json", 422, 'must be {"inputs"'),
-    "a list": (b"[[1, 2]]", "application/json", 422, 'must be {"inputs"'),
-    "nothing": (b'{"inputs": []}', "application/json", 422, "has the shape 0"),
-    "ragged": (b'{"inputs": [[1, 2], [3]]}', "application/json", 422, "rows of numbers: setting an array element"),
-    "text": (b'{"inputs": [["a", "b"]]}', "application/json", 422, "rows of numbers"),
-    "null": (b'{"inputs": [null]}', "application/json", 422, "rows of numbers"),
-    "huge": (b'{"inputs": [[1' + b"0" * 400 + b"]]}", "application/json", 422, "number"),
-    "wrong size": (b'{"inputs": [[1, 2, 3]]}', "application/json", 422, "shape 1x28x28"),
-    "NaN": (json.dumps({"inputs": [[float("nan")] * 784]}), "application/json", 422, "not finite"),
-    "infinite": (json.dumps({"inputs": [[1e999] * 784]}), "application/json", 422, "not finite"),
+    "no JSON": (b"{", JSON, 422, "rows of numbers: Expecting property"),
+    "no text": (b"\xff\xfe\xfd", JSON, 422, "rows of numbers"),
+    "deep": (b"[" * 100_000, JSON, 422, "recursion"),
+    "another key": (b'{"rows": []}', JSON, 422, 'must be {"inputs"'),
+    "a list": (b"[[1, 2]]", JSON, 422, 'must be {"inputs"'),
+    "nothing": (b'{"inputs": []}', JSON, 422, "has the shape 0"),
+    "ragged": (b'{"inputs": [[1, 2], [3]]}', JSON, 422, "rows of numbers: setting an array element"),
+    "text": (b'{"inputs": [["a", "b"]]}', JSON, 422, "rows of numbers"),
+    "null": (b'{"inputs": [null]}', JSON, 422, "rows of numbers"),
+    "huge": (b'{"inputs": [[1' + b"0" * 400 + b"]]}", JSON, 422, "number"),
+    "wrong size": (b'{"inputs": [[1, 2, 3]]}', JSON, 422, "shape 1x28x28"),
+    "NaN": (json.dumps({"inputs": [[float("nan")] * 784]}), JSON, 422, "not finite"),
+    "infinite": (json.dumps({"inputs": [[1e999] * 784]}), JSON, 422, "not finite"),
     "no picture": (b"GIF89a no", "image/gif", 422, "The input"),
-    "half a picture": (
-        kit.png(np.arange(784, dtype=np.uint8).reshape(28, 28) ** 3)[:300],
-        "image/png",
-        422,
-        "The input",
-    ),
+    "half a picture": (kit.png(NOISE)[:300], "image/png", 422, "The input"),
     "no numbers": (b"a,b\nc,d\n", "text/csv", 422, "rows of numbers"),
     "empty": (b"", "text/csv", 422, "no row"),
     "another type": (b"x", "application/x-pickle", 415, "content type"),
@@ -119,7 +123,7 @@ def test_a_bad_request_gets_the_reason(server: tuple[int, int], name: str) -> No
     assert (found, reply.keys()) == (status, {"error"}), reply
     assert reason in reply["error"]
     assert "/tmp" not in reply["error"]
-    assert kit.ask(server[0], json.dumps({"inputs": [ROW]}))[0] == 200
+    assert kit.ask(server[0], json.dumps({"inputs": [[0.0] * 784]}))[0] == 200
 
 
 def test_a_body_without_a_length_is_read_only_up_to_the_limit(server: tuple[int, int]) -> None:
@@ -141,9 +145,7 @@ def test_a_body_without_a_length_is_read_only_up_to_the_limit(server: tuple[int,
 @pytest.mark.parametrize(
     ("query", "status", "reason"), [("?invert=perhaps", 422, "invert: "), ("/it", 404, "Not Found"), ("", 405, "GET ")]
 )
-def test_a_request_that_reaches_no_prediction_gets_the_reason(
-    server: tuple[int, int], query: str, status: int, reason: str
-) -> None:
+def test_a_request_for_nothing_gets_the_reason(server: tuple[int, int], query: str, status: int, reason: str) -> None:
     with pytest.raises(HTTPError) as found:
         urlopen(Request(f"http://127.0.0.1:{server[0]}/predict{query}", None if status == 405 else b""))
     reply = json.load(found.value)
@@ -152,9 +154,7 @@ def test_a_request_that_reaches_no_prediction_gets_the_reason(
     assert status != 405 or found.value.headers["Allow"] == "POST"
 
 
-def test_a_port_in_use_and_a_missing_extra_are_named(
-    server: tuple[int, int], run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_used_port_and_a_missing_extra(server: tuple[int, int], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = CliRunner().invoke(app, ["serve", str(run), "--port", str(server[0])])
     assert used.exit_code == 2
     assert f"Cannot listen on 127.0.0.1:{server[0]}" in " ".join(used.stderr.split())

@@ -104,7 +104,6 @@ class Particles:
         return len(next(iter(self.particles.values())))
 
     def particle(self, i: int) -> nn.Module:
-        """Particle i as a network of its own."""
         model = copy.deepcopy(self.template)
         model.load_state_dict(
             {name.removeprefix("model."): t[i].detach() for name, t in {**self.particles, **self.carried}.items()},
@@ -114,10 +113,8 @@ class Particles:
 
 
 def dense(model: nn.Module, name: str = "0") -> Tensor:
-    """The weight of a layer, in double precision."""
     return model.get_submodule(name).factorized.dense().detach().double()
 
 
 def change(before: Tensor, after: Tensor) -> float:
-    """Relative change of a weight."""
     return float((after - before).norm() / before.norm())

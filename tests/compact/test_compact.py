@@ -1,4 +1,4 @@
-"""`compact_`: what it promises about the weight, a second call and the report, for every format."""
+"""`compact_`: what it promises about the weight, a second call, the report and its notes, for every format."""
 
 import copy
 
@@ -100,8 +100,7 @@ def test_compacting_twice_does_nothing(kind: str, rule: str | None) -> None:
     report = compact_(model, tol=0.5, rule=rule)
     assert not report.changed
     assert report.change == 0.0
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_after_more_training_compaction_looks_again() -> None:
@@ -202,19 +201,16 @@ def test_a_weight_of_zeros_keeps_rank_one() -> None:
         assert not dense(model).any()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rule": "magic"}, "rule must be None or one of"),
-        ({"tol": 1.0}, r"tol must lie in \[0, 1\), got 1.0"),
-        ({"tol": -0.1}, "got -0.1"),
-        ({"tol": 900}, "For a number of parameters, pass parameters="),
-        ({"rule": "lambda"}, "rule='lambda' needs lambda"),
-        ({"tol": 0.1, "parameters": 900}, "parameters= replaces tol"),
-        ({"rule": "lambda", "parameters": 900}, "parameters= replaces tol"),
-        *(({"parameters": n}, "an integer of at least 1") for n in (0, -5, 900.7, float("nan"), True, "900")),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"rule": "magic"}, "rule must be None or one of"),
+    ({"tol": 1.0}, r"tol must lie in \[0, 1\), got 1.0"),
+    ({"tol": -0.1}, "got -0.1"),
+    ({"tol": 900}, "For a number of parameters, pass parameters="),
+    ({"rule": "lambda"}, "rule='lambda' needs lambda"),
+    ({"tol": 0.1, "parameters": 900}, "parameters= replaces tol"),
+    ({"rule": "lambda", "parameters": 900}, "parameters= replaces tol"),
+    *(({"parameters": n}, "an integer of at least 1") for n in (0, -5, 900.7, float("nan"), True, "900")),
+])  # fmt: skip
 def test_bad_arguments_leave_the_model_alone(arguments: dict[str, float], message: str) -> None:
     model = planted("tt")
     with pytest.raises(ConfigError, match=message):
@@ -222,12 +218,14 @@ def test_bad_arguments_leave_the_model_alone(arguments: dict[str, float], messag
     assert model[0].factorized.ranks == (6, 6)
 
 
-def test_formats_that_cannot_round_say_so() -> None:
+def test_models_and_formats_that_cannot_be_compacted_say_so() -> None:
     model = nn.Sequential(Layer(weight("tt")), Layer(weight("cp")))
     with pytest.raises(ConfigError, match=r"layer '1' has format 'written'\. Leave rule out"):
         compact_(model, rule="rounding")
     assert ranks(model) == {"0": (6, 6), "1": (6,)}
     assert compact_(model, 0.9).rule == "default"
+    with pytest.raises(ConfigError, match=r"no factorised weight to compact. Call bayestrain.tensorize_\(model\)"):
+        compact_(nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -244,12 +242,7 @@ def test_broken_weights_are_named_before_anything_is_decomposed(value: float, mo
     assert ranks(model) == {"0": (6, 6), "1": (6, 6)}
 
 
-def test_models_without_a_factorised_weight_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no factorised weight to compact. Call bayestrain.tensorize_\(model\)"):
-        compact_(nn.Linear(3, 3))
-
-
-def test_a_bare_weight_and_a_shared_one_are_cut_once() -> None:
+def test_bare_shared_and_boundless_weights() -> None:
     assert isinstance(own := planted("cp")[0].factorized, FactorizedWeight)
     assert compact_(own).layers[0].ranks == own.ranks == PLANTED["cp"]
     bare = Particles([planted("cp")[0].factorized for _ in range(2)])
@@ -257,8 +250,47 @@ def test_a_bare_weight_and_a_shared_one_are_cut_once() -> None:
     layer = planted("tt")[0]
     report = compact_(nn.Sequential(layer, nn.Linear(12, 20), layer))
     assert [row.ranks for row in report.layers] == [PLANTED["tt"]]
-
-
-def test_a_weight_without_bonds_stays() -> None:
     alone = FactorizedWeight(TensorTrain(), Layout((4,), (4,), ((4,),), ((0,),)), [torch.randn(4)])
     assert compact_(nn.Sequential(alone)).layers[0].ranks == ()
+
+
+def shrunk(factor: float = 1e-2) -> nn.Sequential:
+    model = nn.Sequential(TensorLinear(144, 144, max_rank=4))
+    with torch.no_grad():
+        for core in model[0].cores:
+            core *= factor
+    return model
+
+
+def test_ranks_did_not_move_or_a_weight_vanished() -> None:
+    model = shrunk(factor=1)
+    assert "no rank moved. Train longer or with a larger prior weight, check that" in str(compact_(model, tol=1e-9))
+    compact_(with_lambda(model), 0.9)
+    assert compact_(model, tol=1e-9).notes == ()  # some fell before
+    model = shrunk()
+    assert not any("almost nothing" in note for note in compact_(model, tol=1e-9).notes)  # no prior was there
+    (note,) = compact_(with_lambda(shrunk()), tol=1e-9).notes
+    assert note.startswith("the weight of '0' has shrunk to almost nothing. The prior probably outweighed the data")
+    held = with_lambda(shrunk())
+    held[0].factorized.rank_state.held_norm.fill_(1e-2)  # in front of a normalisation sizes mean nothing
+    for fine in (with_lambda(shrunk(factor=0.5)), held):
+        (note,) = compact_(fine, tol=1e-9).notes
+        assert note.startswith("no rank moved. Train longer or with a larger prior weight, ")
+
+
+@pytest.mark.parametrize("kind", ["tt", "cp"])
+def test_a_layer_collapsed(kind: str) -> None:
+    model = planted(kind)
+    with torch.no_grad():
+        for core in model[0].factorized.cores:
+            core *= 1e-3
+            core[tuple(0 if n == 6 else slice(None) for n in core.shape)] = 1.0
+    (note,) = compact_(model).notes
+    assert note == "layer '0' collapsed to rank 1 at every bond. If accuracy fell, lower the prior weight."
+
+
+def test_particles_are_counted_and_have_no_loop_of_their_own() -> None:
+    particles = Particles([with_lambda(shrunk(factor=factor)) for factor in (1e-2, 0.5, 1e-2)])
+    assert "'0' has shrunk to almost nothing in 2 of 3 particles. The prior" in str(compact_(particles, 1e-9))
+    (note,) = compact_(Particles([with_lambda(shrunk(factor=0.5))]), 1e-9).notes
+    assert note == "no rank moved. Train longer or with a larger prior weight, or raise tol."

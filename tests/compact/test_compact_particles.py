@@ -27,9 +27,7 @@ def changes(before: Sequence[nn.Module], after: Particles) -> list[float]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("rule", [None, "contribution"])
 @pytest.mark.parametrize("tol", [0.03, 0.3])
-def test_the_mean_square_error_over_particles_is_within_the_tolerance(
-    kind: str, padded: bool, rule: str | None, tol: float
-) -> None:
+def test_the_mean_square_error_is_within_the_tolerance(kind: str, padded: bool, rule: str | None, tol: float) -> None:
     models = networks(kind, padded=padded)
     particles = Particles(models)
     (row,) = compact_(particles, tol, rule=rule).layers

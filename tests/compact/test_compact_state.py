@@ -1,17 +1,21 @@
-"""What follows the ranks: the optimiser's state, gradients, lambda, and the identity of parameters."""
+"""What follows the ranks: the optimiser's state, gradients, lambda, the identity of parameters, averages, wrappers."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from compact_kit import FORMATS, NETWORKS, Particles, dense, planted, with_lambda
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import bayestrain as bt
-from bayestrain.compact import compact_
+from bayestrain.compact import compact_, restart_average_
 from bayestrain.errors import ConfigError, DecayWarning
 from bayestrain.nn import FactorizedWeight
 from bayestrain.prior import RankPrior
@@ -66,9 +70,7 @@ def masks(own: FactorizedWeight, kept: list[Tensor]) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore::bayestrain.errors.DecayWarning")  # AdamW decays the cores
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize(("name", "rule"), [*((name, "contribution") for name in OPTIMISERS), ("SGD", "lambda")])
-def test_training_after_slicing_equals_training_with_the_dropped_slices_held_at_zero(
-    kind: str, name: str, rule: str
-) -> None:
+def test_training_after_slicing_is_training_with_dropped_slices_at_zero(kind: str, name: str, rule: str) -> None:
     model = planted(kind, noise=1e-2)
     optimizer = OPTIMISERS[name](model.parameters())
     train(model, optimizer)
@@ -128,9 +130,7 @@ def test_every_particle_is_sliced_as_if_it_were_alone(kind: str) -> None:
     assert [id(tensor) for tensor in particles.particles.values()] == identity
     step()
     for i, model in enumerate(models):
-        state = particles.particle(i).state_dict()
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(state[name], tensor)
+        torch.testing.assert_close(particles.particle(i).state_dict(), model.state_dict())
 
 
 def test_rounding_restarts_the_optimisers_state_of_the_changed_cores_only() -> None:
@@ -194,15 +194,6 @@ def test_lambda_follows_the_ranks(kind: str, rule: str | None) -> None:
     torch.testing.assert_close(state.log_lambdas, again, rtol=1e-4, atol=1e-4)
 
 
-def test_state_that_cannot_be_sliced_restarts() -> None:
-    model = planted("tt")
-    optimizer = torch.optim.Adafactor(model.parameters(), 0.1)  # has one moment per row and one per column
-    train(model, optimizer, steps=2)
-    assert compact_(model, rule="contribution", optimizer=optimizer).changed
-    assert not optimizer.state
-    train(model, optimizer, steps=2)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
 def test_an_optimiser_that_was_not_told_of_a_cut_refuses_its_next_step(
@@ -242,7 +233,7 @@ def test_state_of_other_shapes_is_refused_or_restarts(kind: Callable[..., torch.
         optimizer.zero_grad()
         loss = model(torch.ones(4, 20).double()).square().mean()
         loss.backward()
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     optimizer.step(closure)
     assert compact_(model, 0.3, rule="contribution", optimizer=optimizer if told else None).changed
@@ -254,8 +245,92 @@ def test_state_of_other_shapes_is_refused_or_restarts(kind: Callable[..., torch.
             optimizer.step(closure)
 
 
-def test_frozen_cores_are_cut_too() -> None:
+def test_frozen_cores_are_cut_too_and_state_that_cannot_be_sliced_restarts() -> None:
     model = planted("tt").requires_grad_(False)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     assert compact_(model, optimizer=optimizer).changed
     assert not any(core.requires_grad for core in model.parameters())
+    model = planted("tt")
+    optimizer = torch.optim.Adafactor(model.parameters(), 0.1)  # has one moment per row and one per column
+    train(model, optimizer, steps=2)
+    assert compact_(model, rule="contribution", optimizer=optimizer).changed
+    assert not optimizer.state
+    train(model, optimizer, steps=2)
+
+
+X = torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
+
+
+EMA: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
+
+
+def network() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=8))
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(X).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rule", [None, "contribution"])
+@pytest.mark.parametrize("options", [{}, EMA], ids=["swa", "ema"])
+def test_an_average_follows_or_says_what_to_do(rule: str | None, options: dict[str, Any]) -> None:
+    model = network()
+    prior, optimizer = bt.RankPrior(model, 100), torch.optim.Adam(model.parameters(), 1e-2)
+    averaged = AveragedModel(model, **options)
+    for _ in range(3):
+        step(model, optimizer)
+        prior.step()
+        averaged.update_parameters(model)
+    assert bt.compact_(model, 0.5, rule=rule, optimizer=optimizer).changed
+    before = {name: value.clone() for name, value in averaged.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"cores\.\d has the shape .* average .*restart_average_\(averaged, model\)"):
+        averaged.update_parameters(model)
+    assert all(torch.equal(value, before[name]) for name, value in averaged.state_dict().items())
+    restart_average_(averaged, model)
+    for own, new in zip(averaged.module.parameters(), model.parameters(), strict=True):
+        assert own.shape == new.shape
+        assert own is not new
+    assert torch.equal(averaged.module[0].bias, before["module.0.bias"])  # of what was not cut it continues
+    assert not torch.equal(averaged.module[0].bias, model[0].bias)
+    step(model, optimizer)
+    averaged.update_parameters(model)
+    assert not torch.equal(averaged.module[0].cores[0], model[0].cores[0])
+    prior.remove_()
+    restart_average_(averaged, model)
+    assert averaged.module.state_dict().keys() == model.state_dict().keys()
+    update_bn([X], averaged)
+    assert averaged(X).isfinite().all()
+
+
+def test_the_average_of_another_network_is_refused() -> None:
+    other = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
+    bt.tensorize_(other)
+    with pytest.raises(ConfigError, match="of another network"):
+        restart_average_(AveragedModel(other), network())
+    restart_average_(copy.deepcopy(network()), network())
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_data_parallel_is_wrapped_again() -> None:
+    """The call of docs/loops.md: PyTorch's own suffices."""
+    model = network()
+    wrapped, optimizer = DistributedDataParallel(model), torch.optim.Adam(model.parameters(), 1e-2)
+    step(wrapped, optimizer)
+    assert bt.compact_(model, 0.5, rule="contribution", optimizer=optimizer).changed
+    wrapped = DistributedDataParallel(wrapped.module)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for _ in range(3):
+        step(wrapped, optimizer)
+    assert all(not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))

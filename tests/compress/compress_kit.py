@@ -1,9 +1,8 @@
 """Models, inputs and reference solutions that the tests of compression share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.first(x)))
-        return self.head(torch.relu(self.second(x)).flatten(1))  # type: ignore[no-any-return]
+        return self.head(torch.relu(self.second(x)).flatten(1))
 
 
 def images(number: int = 64) -> Tensor:
@@ -63,15 +62,20 @@ def truncated(matrix: Tensor, rank: int) -> Tensor:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, the model keeps its modules, values, modes and hooks."""
-    modules, training = dict(model.named_modules()), [module.training for module in model.modules()]
-    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-    values = {
-        n: t.clone() for n, t in model.state_dict().items() if isinstance(t, Tensor) and not nn.parameter.is_lazy(t)
-    }
+    """Whatever happens inside, the model keeps its modules, parameters, values, modes and hooks."""
+
+    def held() -> tuple[Any, ...]:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        kept = [(module.training, len(module._forward_pre_hooks)) for module in modules.values()]
+        return modules, dict(model.named_parameters(remove_duplicate=False)), kept
+
+    before = held()
+    values = model.state_dict()
+    state = {n: t.clone() for n, t in values.items() if isinstance(t, Tensor) and not nn.parameter.is_lazy(t)}
     yield
-    assert all(module is modules[name] for name, module in model.named_modules())
-    assert training == [module.training for module in model.modules()]
-    assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
-    for name, value in values.items():
+    for own, old in zip(held()[:2], before[:2], strict=True):
+        assert own.keys() == old.keys()
+        assert all(own[name] is thing for name, thing in old.items())
+    assert held()[2] == before[2]
+    for name, value in state.items():
         assert_close(model.state_dict()[name], value, rtol=0, atol=0, equal_nan=True)

@@ -1,7 +1,5 @@
 """`compress_`: the budget is met, calibration helps, the report is true, and errors leave the model unchanged."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -35,9 +33,6 @@ def trained() -> tuple[nn.Module, Tensor]:
     return model.eval(), x
 
 
-# --- the budget -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_the_budget_is_met_and_more_parameters_change_less(trained: tuple[nn.Module, Tensor], calibrated: bool) -> None:
     model, x = trained
@@ -53,7 +48,7 @@ def test_the_budget_is_met_and_more_parameters_change_less(trained: tuple[nn.Mod
     assert errors[0] > 1.05 * errors[1] > 1.05 * errors[2]
 
 
-def test_parameters_and_a_tolerance(trained: tuple[nn.Module, Tensor]) -> None:
+def test_sizes_and_tolerances(trained: tuple[nn.Module, Tensor]) -> None:
     by_ratio, by_number, by_error = (copy.deepcopy(trained[0]) for _ in range(3))
     silent(by_ratio, ratio=2)
     silent(by_number, parameters=bt.count_parameters(trained[0]) // 2)
@@ -61,6 +56,11 @@ def test_parameters_and_a_tolerance(trained: tuple[nn.Module, Tensor]) -> None:
     report = silent(by_error, tolerance=0.3, calibration=[trained[1]])
     assert report.layers
     assert all(row.error <= 0.3 for row in report.layers)
+    model = two()
+    with pytest.raises(ConfigError, match="smallest possible model has") as caught:
+        silent(model, parameters=41)
+    fewest = int(str(caught.value).split("parameters=")[1].split()[0])
+    assert silent(model, parameters=fewest).parameters == fewest
 
 
 def test_spend_is_nearly_as_good_as_trying_everything() -> None:
@@ -80,13 +80,11 @@ def test_spend_is_nearly_as_good_as_trying_everything() -> None:
         assert sum(map(cost, ours.values())) <= 1.25 * best + 1e-9
 
 
-def test_fronts_and_hulls() -> None:
+def test_fronts_and_hulls_and_a_bound_on_rows() -> None:
     points = [Point(10, 0.5), Point(10, 0.4), Point(12, 0.45), Point(20, 0.39), Point(30, 0.1), Point(50, 0.0)]
     assert [point.size for point in front(points)] == [10, 20, 30, 50]
     assert [point.size for point in hull(front(points))] == [10, 30, 50]
-
-
-# --- calibration ------------------------------------------------------------------------------------------------------
+    assert len(rows_of(nn.Linear(3, 2), torch.randn(50, 200, 3))) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -111,10 +109,6 @@ def test_moments_are_those_of_the_inputs(trained: tuple[nn.Module, Tensor]) -> N
     assert_close(found["first"], rows.mT @ rows / len(rows))
 
 
-def test_rows_are_bounded() -> None:
-    assert len(rows_of(nn.Linear(3, 2), torch.randn(50, 200, 3))) == ROWS
-
-
 def test_calibration_changes_the_output_less(trained: tuple[nn.Module, Tensor]) -> None:
     model, x = trained
     plain, calibrated, fresh = copy.deepcopy(model), copy.deepcopy(model), images(128)
@@ -123,10 +117,7 @@ def test_calibration_changes_the_output_less(trained: tuple[nn.Module, Tensor]) 
     with torch.no_grad():
         errors = [float((small(fresh) - model(fresh)).norm()) for small in (plain, calibrated)]
     assert errors[1] < 0.8 * errors[0]
-
-
-def test_a_low_rank_input_is_found() -> None:
-    """Of 40 inputs that span 5 directions a layer needs rank 5, whatever its weight."""
+    # Of 40 inputs that span 5 directions a layer needs rank 5, whatever its weight.
     model = nn.Sequential(nn.Linear(40, 30))
     x = torch.randn(200, 5) @ torch.randn(5, 40)
     before = model(x).detach()
@@ -142,15 +133,12 @@ def test_batches_may_be_dicts() -> None:
             self.layer = nn.Linear(20, 20)
 
         def forward(self, *, given: Tensor) -> Tensor:
-            return self.layer(given)  # type: ignore[no-any-return]
+            return self.layer(given)
 
     model = Keyword()
     report = silent(model, ratio=2, calibration=[{"given": torch.randn(64, 20)}])
     assert report.measured == "output"
     assert report.layers
-
-
-# --- the model afterwards ---------------------------------------------------------------------------------------------
 
 
 def test_the_report_names_winners_and_what_stayed_dense(trained: tuple[nn.Module, Tensor]) -> None:
@@ -199,9 +187,6 @@ def test_fit_recovers_what_compression_lost() -> None:
     assert float((model(x).argmax(1) == y).float().mean()) > lost + 0.05
 
 
-# --- what cannot be done ----------------------------------------------------------------------------------------------
-
-
 def two() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
 
@@ -224,48 +209,35 @@ def once() -> Iterator[Tensor]:
     yield from ()
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [
-        (two, {}, "Give one of ratio=, parameters= and tolerance=, got 0"),
-        (two, {"ratio": 2, "parameters": 100}, "got 2 of them"),
-        (two, {"ratio": 0.5}, "1 or more, got 0.5"),
-        (two, {"ratio": float("nan")}, "1 or more, got nan"),
-        (two, {"parameters": 0}, "parameters must be an integer of at least 1"),
-        (two, {"tolerance": 1.0}, r"must lie in \(0, 1\), got 1.0"),
-        (two, {"ratio": 2, "formats": ["qr"]}, "formats must be some of"),
-        (two, {"parameters": 60}, r"60 parameters are too few: the smallest model has \d+\. Try parameters="),
-        (two, {"ratio": 2, "calibration": []}, "calibration= has no batches"),
-        (two, {"ratio": 2, "calibration": once()}, "calibration= has no batches"),
-        (two, {"ratio": 2, "calibration": [torch.randn(4, 15)]}, r"refuses calibration batch 1 of shape \(4, 15\)"),
-        (two, {"ratio": 2, "calibration": [3]}, "Calibration batch 1 is a int"),
-        (two, {"ratio": 2, "calibration": [torch.full((4, 16), torch.nan)]}, "NaN or infinite inputs of layer '0'"),
-        (with_nan, {"ratio": 2}, "weight of '2' .* has NaN or infinite entries"),
-        (quantised, {"ratio": 2}, "'1' .* is quantised"),
-        (lambda: nn.Sequential(nn.LazyLinear(4)), {"ratio": 2}, "'0' .* is lazy"),
-        (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), {"ratio": 2}, "has no values"),
-        (lambda: nn.Linear(16, 16), {"ratio": 2}, "The model itself is one Linear"),
-        (lambda: nn.Sequential(nn.LSTM(4, 4)), {"ratio": 2}, "nothing to compress .* 0 stays dense .LSTM is none of"),
-        (lambda: nn.Sequential(nn.ReLU()), {"ratio": 2}, "it has no weights"),
-    ],
-)  # fmt: skip
-def test_errors_leave_the_model_unchanged(
-    build: Callable[[], nn.Module], options: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("build", "options", "message"), [
+    (two, {}, "Give one of ratio=, parameters= and tolerance=, got 0"),
+    (two, {"ratio": 2, "parameters": 100}, "got 2 of them"),
+    (two, {"ratio": 0.5}, "1 or more, got 0.5"),
+    (two, {"ratio": float("nan")}, "1 or more, got nan"),
+    (two, {"parameters": 0}, "parameters must be an integer of at least 1"),
+    (two, {"tolerance": 1.0}, r"must lie in \(0, 1\), got 1.0"),
+    (two, {"ratio": 2, "formats": ["qr"]}, "formats must be some of"),
+    (two, {"parameters": 60}, r"60 parameters are too few: the smallest model has \d+\. Try parameters="),
+    (two, {"ratio": 2, "calibration": []}, "calibration= has no batches"),
+    (two, {"ratio": 2, "calibration": once()}, "calibration= has no batches"),
+    (two, {"ratio": 2, "calibration": [torch.randn(4, 15)]}, r"refuses calibration batch 1 of shape \(4, 15\)"),
+    (two, {"ratio": 2, "calibration": [3]}, "Calibration batch 1 is a int"),
+    (two, {"ratio": 2, "calibration": [torch.full((4, 16), torch.nan)]}, "NaN or infinite inputs of layer '0'"),
+    (with_nan, {"ratio": 2}, "weight of '2' .* has NaN or infinite entries"),
+    (quantised, {"ratio": 2}, "'1' .* is quantised"),
+    (lambda: nn.Sequential(nn.LazyLinear(4)), {"ratio": 2}, "'0' .* is lazy"),
+    (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), {"ratio": 2}, "has no values"),
+    (lambda: nn.Linear(16, 16), {"ratio": 2}, "The model itself is one Linear"),
+    (lambda: nn.Sequential(nn.LSTM(4, 4)), {"ratio": 2}, "nothing to compress .* 0 stays dense .LSTM is none of"),
+    (lambda: nn.Sequential(nn.ReLU()), {"ratio": 2}, "it has no weights"),
+])  # fmt: skip
+def test_errors_leave_the_model_alone(build: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
     model = build()
     with unchanged(model), pytest.raises((ConfigError, ConversionError), match=message):
         silent(model, **options)
 
 
-def test_the_smallest_possible_size_is_possible() -> None:
-    model = two()
-    with pytest.raises(ConfigError, match="smallest model has") as caught:
-        silent(model, parameters=41)
-    fewest = int(str(caught.value).split("parameters=")[1].split()[0])
-    assert silent(model, parameters=fewest).parameters == fewest
-
-
-def test_shared_weights_stay_dense_and_a_shared_layer_is_converted_once() -> None:
+def test_what_is_shared_grouped_unreached_or_factorised() -> None:
     tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     tied[1].weight = tied[0].weight
     report = silent(tied, ratio=1.2)
@@ -277,8 +249,6 @@ def test_shared_weights_stay_dense_and_a_shared_layer_is_converted_once() -> Non
     assert twice[0] is twice[2]
     assert len(report.layers) == 1
 
-
-def test_grouped_unreached_and_factorised_layers_are_left_alone() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -287,7 +257,7 @@ def test_grouped_unreached_and_factorised_layers_are_left_alone() -> None:
             self.already = bt.TensorLinear(16, 12, max_rank=2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.already(self.used(self.grouped(x)).mean((2, 3)))  # type: ignore[no-any-return]
+            return self.already(self.used(self.grouped(x)).mean((2, 3)))
 
     model = Odd()
     report = silent(model, ratio=1.3, calibration=[torch.randn(32, 8, 6, 6)])

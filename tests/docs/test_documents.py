@@ -2,16 +2,14 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 import trust_kit
+from processes import python
 
 import bayestrain as bt
 from bayestrain.train import config
@@ -27,9 +25,6 @@ HOW_TO = [ROOT / "docs" / "deploy.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-# --- code -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [*TUTORIALS, *HOW_TO], ids=lambda path: path.stem)
 def test_tutorials_and_the_code_of_pages_run(script: Path, tmp_path: Path) -> None:
@@ -38,12 +33,19 @@ def test_tutorials_and_the_code_of_pages_run(script: Path, tmp_path: Path) -> No
         code = "\n".join(BLOCK.findall(script.read_text()))
         script = tmp_path / "page.py"
         script.write_text(code)
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    outside = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout
+    assert python("-W", "error", script, cwd=tmp_path, timeout=600).stdout
+
+
+@pytest.mark.slow
+def test_the_loops_of_other_libraries(tmp_path: Path) -> None:
+    for library in ("pytorch_lightning", "transformers", "accelerate"):
+        pytest.importorskip(library)
+    blocks = BLOCK.findall((ROOT / "docs" / "loops.md").read_text())
+    assert len(blocks) == 7
+    printed = python("-c", "\n".join(blocks), cwd=tmp_path, timeout=600).stdout
+    found = re.findall(r"\{'.*?: \((\d+), (\d+)\), '.*?: \((\d+),\)\}", printed)
+    assert len(found) == 3
+    assert all(sum(map(int, ranks)) < 30 for ranks in found)  # they fell
 
 
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
@@ -55,9 +57,6 @@ def test_tutorials_become_pages_of_text_and_code(script: Path) -> None:
     assert "# %%" not in page
     for block in code:
         compile(block, script.name, "exec")
-
-
-# --- links and names --------------------------------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
@@ -95,7 +94,7 @@ def test_functions_and_files_that_the_text_names_exist(page: str) -> None:
             assert (ROOT / code).exists() or (ROOT / "src" / "bayestrain" / code).exists(), f"{page} names {code}"
 
 
-def test_the_api_pages_have_every_public_name_and_no_other() -> None:
+def test_the_site_lists_every_page_and_the_api_every_public_name() -> None:
     """A page that names a room shows all of the room's `__all__`."""
     shown = []
     for page in (ROOT / "docs" / "api").glob("*.md"):
@@ -105,10 +104,6 @@ def test_the_api_pages_have_every_public_name_and_no_other() -> None:
     for name in bt.__all__:
         thing = getattr(bt, name)
         assert any(thing is other for other in shown), f"docs/api has no {name}"
-
-
-def test_the_site_lists_every_page_of_docs() -> None:
-    """`mkdocs build --strict` checks the rest: that they exist, and that their links lead somewhere."""
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
     listed = set(re.findall(r": (\S+\.md)$", nav, re.MULTILINE))
     pages = {path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in (ROOT / "docs").rglob("*.*")
@@ -117,30 +112,25 @@ def test_the_site_lists_every_page_of_docs() -> None:
     assert listed - pages <= {*mkdocs_hooks.OUTSIDE, "settings.md"}
 
 
-# --- generated files --------------------------------------------------------------------------------------------------
+PAGES_OF: dict[str, tuple[Path, Callable[[], str]]] = {
+    "tools/draw_rooms.py": (draw_rooms.PICTURE, draw_rooms.drawing),
+    "benchmarks/old_and_new.py --page": (
+        old_and_new.RESULTS / "README.md", lambda: old_and_new.page(old_and_new.RESULTS),
+    ),
+    "benchmarks/posteriors.py --page": (posteriors.PAGE, posteriors.written),
+    "benchmarks/uci.py --page": (uci.PAGE, uci.written),
+    "benchmarks/pretrained.py": (pretrained.RESULTS / "PRETRAINED.md", lambda: pretrained.page(pretrained.RESULTS)),
+    "-m records": (records.RESULTS / "README.md", lambda: records.page(records.RESULTS)),
+    "tests/trust/fuzz.py": (ROOT / "results" / "trust.md", lambda: trust_kit.page(trust_kit.RESULTS)),
+}  # fmt: skip
 
 
-def test_the_picture_of_the_rooms_is_up_to_date() -> None:
-    assert draw_rooms.PICTURE.read_text() == draw_rooms.drawing(), "run `python tools/draw_rooms.py`"
-
-
-def test_the_page_of_speed_is_up_to_date() -> None:
-    page = old_and_new.RESULTS / "README.md"
-    assert page.read_text() == old_and_new.page(old_and_new.RESULTS), "run `python benchmarks/old_and_new.py --page`"
-
-
-@pytest.mark.parametrize(
-    ("module", "known"), [(pretrained, pretrained.RESULTS / "PRETRAINED.md"), (records, records.RESULTS / "README.md")]
-)
-def test_the_pages_of_gpu_records_are_up_to_date(module: Any, known: Path) -> None:
-    if not known.exists():
-        pytest.skip(f"{known.name} has not been written yet")
-    assert known.read_text() == module.page(module.RESULTS), f"write {known} again"
-
-
-def test_the_pages_of_posteriors_are_up_to_date() -> None:
-    for benchmark in (posteriors, uci):
-        assert benchmark.PAGE.read_text() == benchmark.written(), f"run `python {benchmark.__file__} --page`"
+@pytest.mark.parametrize("command", PAGES_OF)
+def test_what_is_generated_is_up_to_date(command: str) -> None:
+    page, written = PAGES_OF[command]
+    if not page.exists():
+        pytest.skip(f"{page.name} has not been written yet")
+    assert page.read_text() == written(), f"run `python {command}`"
 
 
 def test_the_tables_of_several_processes_are_up_to_date() -> None:
@@ -151,15 +141,8 @@ def test_the_tables_of_several_processes_are_up_to_date() -> None:
     assert all(row["bytes"] == row["formula"] for row in result["rows"])
 
 
-def test_the_page_of_trust_is_up_to_date() -> None:
-    assert (ROOT / "results" / "trust.md").read_text() == trust_kit.page(trust_kit.RESULTS), "run `make fuzz` again"
-
-
-def test_mnist_mini_takes_the_first_digits_of_each_class() -> None:
+def test_what_pages_and_digits_are_made_of() -> None:
     assert make_mnist_mini.first_of_each_class(bytes([0, 1, 0, 0, 1, 1]), 2) == [0, 1, 2, 4]
-
-
-def test_the_page_of_settings_has_every_setting() -> None:
     page = mkdocs_hooks.settings()
     names = [each.name for section in config.SECTIONS.values() for each in dataclasses.fields(section)]
     assert len(names) > 40

@@ -1,17 +1,18 @@
-"""The wheel has everything the README needs, and every dependency is pinned, by hash except for torch."""
+"""The wheel has everything the README needs, every dependency is pinned, and importing the package is light."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from processes import python
 
+import bayestrain as bt
 from bayestrain.files import checksum
 from tools import lock
 
@@ -61,17 +62,8 @@ def test_wheel_and_source_are_built_to_the_same_bytes_again(tmp_path: Path) -> N
             shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
         for path in copy.rglob("*"):
             os.utime(path, (when, when))
-        build = [
-            sys.executable,
-            "-m",
-            "build",
-            "--no-isolation",
-            "--outdir",
-            str(tmp_path / f"{place}-dist"),
-            str(copy),
-        ]
-        environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
-        subprocess.run(build, env=environment, capture_output=True, check=True)
+        dated = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+        python("-m", "build", "--no-isolation", "--outdir", tmp_path / f"{place}-dist", copy, env=dated)
         found.append({path.name: checksum(path) for path in (tmp_path / f"{place}-dist").iterdir()})
     assert len(found[0]) == 2
     assert found[0] == found[1]
@@ -83,30 +75,42 @@ def test_the_wheel_in_an_empty_environment_runs_the_readmes_code(tmp_path: Path)
 
     All blocks of code are one script, as a reader would paste them, and warnings are errors.
     """
-    quiet = {"capture_output": True, "text": True, "check": True}
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, **quiet)
+    python("-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
     (wheel,) = tmp_path.glob("bayestrain-*.whl")
     files = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "src" / "bayestrain").rglob("*"):
         if path.is_file() and path.suffix != ".pyc":
             assert path.relative_to(ROOT / "src").as_posix() in files
 
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], **quiet)
-    python = tmp_path / "venv" / "bin" / "python"
+    python("-m", "venv", "--without-pip", tmp_path / "venv")
+    programs = tmp_path / "venv" / "bin"
     (own,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], **quiet)
+    python("-m", "pip", "--python", programs / "python", "install", "--quiet", "--no-deps", "--no-index", wheel)
     (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # after ours on the path
     code = "\n".join(BLOCK.findall((ROOT / "README.md").read_text()))
     (tmp_path / "readme.py").write_text(f"{code}\nassert bt.__file__.startswith({str(own)!r}), bt.__file__\n")
     outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), "-W", "error", "readme.py"], cwd=tmp_path, env=outside, capture_output=True, text=True
-    )
+    options = {"cwd": tmp_path, "env": outside, "capture_output": True, "text": True}
+    done = subprocess.run([programs / "python", "-W", "error", "readme.py"], check=False, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     (accuracy,) = re.findall(r"test accuracy (0\.\d+)", done.stdout)
     assert float(accuracy) > 0.9
     assert (tmp_path / "small" / "model.safetensors").stat().st_size < 100_000  # the dense network has 2 MB
-    said = subprocess.run([str(python.with_name("bayestrain")), "--help"], env=outside, **quiet).stdout
-    assert "train" in said
+    said = subprocess.run([programs / "bayestrain", "--help"], check=True, **options)
+    assert "train" in said.stdout
+
+
+def test_the_public_names_and_that_importing_them_imports_no_torch() -> None:
+    assert len(bt.__all__) == 21
+    assert bt.__all__ == sorted(bt.__all__)
+    for name in bt.__all__:
+        assert getattr(bt, name) is getattr(bt, name)
+    assert {*bt.__all__, "data", "posterior", "__version__"} <= {*dir(bt)}
+    from bayestrain import data  # a shortcut
+
+    assert data.__name__ == "bayestrain.app.data"
+    assert bt.posterior.Regression.__name__ == "Regression"
+    with pytest.raises(AttributeError, match="nothing"):
+        bt.nothing  # noqa: B018
+    used = "bayestrain.formats; assert 'torch' in sys.modules"
+    python("-c", f"import sys, bayestrain, bayestrain.app.report; assert 'torch' not in sys.modules; {used}")

@@ -26,7 +26,6 @@ def planted(format: Format, sizes: tuple[int, ...], rank: int = 2, seed: int = 0
 
 
 def error(format: Format, cores: list[Tensor], tensor: Tensor) -> float:
-    """The relative error of cores as a decomposition."""
     found = algebra.dense(format.equation(tensor.shape), [core.double() for core in cores])
     return float((found - tensor.double()).norm() / tensor.double().norm())
 
@@ -86,13 +85,10 @@ def test_the_dtype_is_kept_and_arguments_are_not_changed(format: Format, dtype: 
     assert error(format, cores, tensor) < {torch.bfloat16: 0.05, torch.float16: 0.01}.get(dtype, 1e-3)
 
 
-def test_extreme_scales(format: Format) -> None:
+def test_extreme_scales_zeros_and_infinities(format: Format) -> None:
     ranks, tensor = planted(format, (4, 5, 3))
     for scale in (1e-18, 1e18):
         assert error(format, format.decompose(scale * tensor, max_rank=ranks), scale * tensor) < 1e-3
-
-
-def test_zeros_and_infinities(format: Format) -> None:
     cores = format.decompose(torch.zeros(4, 5, 3))
     assert all(core.isfinite().all() for core in cores)
     assert float(algebra.dense(format.equation((4, 5, 3)), cores).abs().max()) == 0.0

@@ -4,10 +4,10 @@ import math
 from functools import partial
 
 import pytest
-import svgd_reference as slow
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_svgd import median_rule
 from torch import Tensor
 
 from bayestrain.errors import ConfigError
@@ -47,32 +47,6 @@ def test_distances_of_particles_close_together_and_far_from_the_origin(dtype: to
     assert not torch.allclose(naive.double(), distances_of(near.double()), rtol=0.5, atol=0.0)
 
 
-def test_distances_of_a_dead_particle_are_infinite_and_spoil_no_other() -> None:
-    points = torch.randn(4, 3, dtype=F64)
-    points[1] = math.nan
-    alive = torch.tensor([True, False, True, True])
-    found = squared_distances({"x": points}, alive)
-    assert bool(found[1].isinf().all())
-    assert bool(found[:, 1].isinf().all())
-    torch.testing.assert_close(found[alive][:, alive], distances_of(points[alive]))
-
-
-def test_copies_lie_at_a_distance_of_exactly_zero() -> None:
-    for size in (3, 1000):
-        points = torch.randn(2, size).repeat_interleave(10, dim=0)
-        found = squared_distances({"x": points}, all_alive(20))
-        assert float(found[:10, :10].max()) == float(found[10:, 10:].max()) == 0.0
-        torch.testing.assert_close(found[:10, 10:], distances_of(points)[:10, 10:])
-
-
-def test_the_median_rule_counts_finite_distances_only() -> None:
-    points = torch.randn(5, 3, dtype=F64)
-    alive = torch.tensor([True, False, True, True, False])
-    among_three = float(median_bandwidth(squared_distances({"x": points}, alive)))
-    assert among_three == pytest.approx(slow.median_rule(list(points[alive])))
-    assert float(median_bandwidth(squared_distances({"x": points}, torch.arange(5) == 2))) > 0
-
-
 @pytest.mark.parametrize("kernel", [partial(rbf, bandwidth=0.7), partial(imq, bandwidth=0.7)], ids=["rbf", "imq"])
 def test_the_slope_of_a_kernel_is_its_derivative(kernel: Kernel) -> None:
     d2 = torch.linspace(0, 9, 100, dtype=F64).view(10, 10).requires_grad_()
@@ -84,24 +58,41 @@ def test_the_slope_of_a_kernel_is_its_derivative(kernel: Kernel) -> None:
     assert float(at_infinity[0].abs().max()) == float(at_infinity[1].abs().max()) == 0.0
 
 
-# --- diagnostics ------------------------------------------------------------------------------------------------------
-
-
-def test_diagnostics_by_hand() -> None:
+def test_diagnostics_also_of_broken_particles_and_copies() -> None:
     found = diagnose({"x": torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0]], dtype=F64)})
     h = 2 / math.log(3)  # squared distances 2, 2, 4
     assert found.bandwidth == pytest.approx(h)
     assert found.kernel_mass == pytest.approx((2 * math.exp(-2 / h) + math.exp(-4 / h)) / 3)
     assert found.spread == pytest.approx(math.sqrt(2))
     assert found.effective_particles == pytest.approx(3.0)
-
-
-def test_copies_count_as_one_particle_and_groups_of_copies_as_groups() -> None:
     found = diagnose({"x": torch.randn(1, 30).expand(6, 30)})
     assert found.effective_particles == pytest.approx(1.0)
     assert found.kernel_mass == pytest.approx(1.0)
     assert found.spread == 0.0
     assert diagnose({"x": torch.randn(2, 30).repeat(5, 1)}).effective_particles == pytest.approx(2.0)
+    whole = torch.randn(4, 5, dtype=F64)
+    broken = torch.cat([whole[:2], torch.full((1, 5), math.nan), whole[2:]])
+    found, expected = vars(diagnose({"x": broken})), vars(diagnose({"x": whole}))
+    assert found == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="at least 2, got 1"):
+        diagnose({"x": torch.zeros(1, 3)})
+    points = torch.randn(4, 3, dtype=F64)
+    points[1] = math.nan
+    alive = torch.tensor([True, False, True, True])
+    found = squared_distances({"x": points}, alive)
+    assert bool(found[1].isinf().all())
+    assert bool(found[:, 1].isinf().all())
+    torch.testing.assert_close(found[alive][:, alive], distances_of(points[alive]))
+    for size in (3, 1000):
+        points = torch.randn(2, size).repeat_interleave(10, dim=0)
+        found = squared_distances({"x": points}, all_alive(20))
+        assert float(found[:10, :10].max()) == float(found[10:, 10:].max()) == 0.0
+        torch.testing.assert_close(found[:10, 10:], distances_of(points)[:10, 10:])
+    points = torch.randn(5, 3, dtype=F64)
+    alive = torch.tensor([True, False, True, True, False])
+    among_three = float(median_bandwidth(squared_distances({"x": points}, alive)))
+    assert among_three == pytest.approx(median_rule(list(points[alive])))
+    assert float(median_bandwidth(squared_distances({"x": points}, torch.arange(5) == 2))) > 0
 
 
 @given(st.integers(2, 8), st.floats(1e-6, 1e6), st.floats(-1e3, 1e3))
@@ -111,15 +102,3 @@ def test_diagnostics_stay_within_their_bounds(n: int, scale: float, shift: float
     assert 1 - 1e-9 <= found.effective_particles <= n + 1e-9
     assert found.bandwidth > 0
     assert found.spread >= 0
-
-
-def test_diagnostics_leave_a_broken_particle_out() -> None:
-    whole = torch.randn(4, 5, dtype=F64)
-    broken = torch.cat([whole[:2], torch.full((1, 5), math.nan), whole[2:]])
-    found, expected = vars(diagnose({"x": broken})), vars(diagnose({"x": whole}))
-    assert found == pytest.approx(expected)
-
-
-def test_one_particle_cannot_be_compared() -> None:
-    with pytest.raises(ConfigError, match="at least 2, got 1"):
-        diagnose({"x": torch.zeros(1, 3)})

@@ -1,13 +1,11 @@
-"""Bad places and bad files: a clear error, nothing overwritten, nothing executed."""
-
-from __future__ import annotations
+"""Bad places and bad files: a clear error, nothing overwritten or half-written, nothing executed."""
 
 import json
 import os
 import resource
+import secrets
 import signal
-import subprocess
-import sys
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from edits import edit
+from processes import python
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 import bayestrain as bt
 from bayestrain.errors import BayesTrainError, ConfigError, DataError, WriteError
+from bayestrain.files import write_atomically
 
 X = torch.randn(4, 30)
 
@@ -98,29 +99,13 @@ def test_a_folder_that_must_not_be_written_to(write: Any, mode: int) -> None:
         assert contents(folder) == before
 
 
-def test_a_new_folder_where_none_can_be_made(tmp_path: Path) -> None:
+def test_what_is_in_the_way_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(WriteError, match="Not a directory"):
         bt.save(network(), tmp_path / "file" / "folder")
-    for name in ("model.json", "model.safetensors"):
-        (tmp_path / name / name).mkdir(parents=True)
-        with pytest.raises(ConfigError, match=f"{name} is not of a model"):
-            bt.save(network(), tmp_path / name)
-        assert list((tmp_path / name).iterdir()) == [tmp_path / name / name]
-
-
-@pytest.mark.parametrize("name", ["model.json", "model.safetensors", "README.md"])
-def test_a_folder_in_the_way_of_a_file_leaves_the_old_model(name: str, tmp_path: Path) -> None:
-    bt.save(network(), tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    before = contents(tmp_path)
-    with pytest.raises(ConfigError, match=f"{name} is not of a model"):
-        bt.save(network(), tmp_path)
-    assert contents(tmp_path) == before
-
-
-def test_a_model_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"saved into a folder, but .*file is a file\. Choose another name"):
+        bt.save(network(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})  # as transformers does
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.safetensors is not of a model that save wrote"):
@@ -134,7 +119,20 @@ def test_a_model_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
         assert contents(tmp_path / "other") == {"model.json": text.encode()}
 
 
-def test_an_interrupted_save_can_be_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors", "README.md"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_folder_in_the_way_of_a_file_leaves_the_old_model(name: str, old: bool, tmp_path: Path) -> None:
+    if old:
+        bt.save(network(), tmp_path)
+        (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} is not of a model"):
+        bt.save(network(), tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_an_interrupted_save_can_be_repeated_and_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     bt.save(network(), tmp_path)
     (tmp_path / "model.json").unlink()  # which is written last
     with pytest.raises(DataError, match=r"model\.json is missing"):
@@ -143,6 +141,15 @@ def test_an_interrupted_save_can_be_repeated(tmp_path: Path) -> None:
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata()["bayestrain"] == "2"
     assert bt.load(tmp_path)(X).shape == (4, 4)
+    bt.save(network(), tmp_path)
+    for name in ("model.safetensors", "model.json"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)  # reading it would never end
+        for into in (None, network()):
+            with pytest.raises(DataError, match=name):
+                bt.load(tmp_path, into)
+        with pytest.raises(ConfigError, match=f"{name} is not of a model"):
+            bt.save(network(), tmp_path)
 
 
 @pytest.mark.parametrize("dangling", [False, True])
@@ -164,7 +171,6 @@ def test_planted_symlinks_are_never_followed(dangling: bool, tmp_path: Path) -> 
 
 
 def header(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the header of a safetensors file."""
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
     about = json.loads(content[8 : 8 + size])
@@ -190,26 +196,12 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_lying_headers_are_refused_before_memory_is_taken(lie: str, into: Any, tmp_path: Path) -> None:
     bt.save(network(), tmp_path)
     header(tmp_path / "model.safetensors", LIES[lie])
-    about = json.loads((tmp_path / "model.json").read_text())
-    del about["sha256"]  # the checksum alone would show it
-    (tmp_path / "model.json").write_text(json.dumps(about))
+    edit(tmp_path / "model.json", drop="sha256")  # the checksum alone would show it
     fresh = into and into()
     before = fresh and [own.clone() for own in fresh.parameters()]
     with pytest.raises(DataError):
         bt.load(tmp_path, fresh)
     assert not fresh or all(map(torch.equal, fresh.parameters(), before))
-
-
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    bt.save(network(), tmp_path)
-    for name in ("model.safetensors", "model.json"):
-        (tmp_path / name).unlink()
-        os.mkfifo(tmp_path / name)  # reading it would never end
-        for into in (None, network()):
-            with pytest.raises(DataError, match=name):
-                bt.load(tmp_path, into)
-        with pytest.raises(ConfigError, match=f"{name} is not of a model"):
-            bt.save(network(), tmp_path)
 
 
 HOSTILE = """
@@ -233,18 +225,52 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     for name in ("good", "pickle", "class", "format"):
         bt.save(network(), tmp_path / name)
     torch.save({"weight": network()}, tmp_path / "pickle" / "model.safetensors")
-    for name, path, change in (
-        ("class", ("network", "children", "0"), {"class": "subprocess.Popen", "settings": {"args": "touch pwned"}}),
-        ("format", ("weights", "0.factorized"), {"format": "os.system"}),
-    ):
-        file = tmp_path / name / "model.json"
-        about = place = json.loads(file.read_text())
-        for key in path:
-            place = place[key]
-        place |= change
-        file.write_text(json.dumps(about))
-    folders = [str(tmp_path / name) for name in ("good", "pickle", "class", "format")]
-    command = [sys.executable, "-c", HOSTILE, *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr[-2000:]
+    own = {"class": "subprocess.Popen", "settings": {"args": "touch pwned"}}
+    edit(tmp_path / "class" / "model.json", "network children 0", **own)
+    edit(tmp_path / "format" / "model.json", "weights 0.factorized", format="os.system")
+    folders = [tmp_path / name for name in ("good", "pickle", "class", "format")]
+    assert python("-c", HOSTILE, *folders, cwd=tmp_path).stdout == "refused\n" * 3
     assert not (tmp_path / "pwned").exists()
+
+
+def test_even_a_guessed_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / ".result.json.guessed.partial").symlink_to(victim)
+    with pytest.raises(OSError, match="File exists"):
+        write_atomically(tmp_path / "result.json", "new")
+    assert victim.read_text() == "mine"
+
+
+def test_what_fails_leaves_the_old_file_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"result\.json cannot be written: No space left on device\. Make room"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_file_and_folder_are_synchronised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        kinds.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write_atomically(tmp_path / "result.json", "new")
+    assert kinds == [False, True]
+
+
+def test_the_usual_permissions_are_given(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", "x")
+    (tmp_path / "b").write_text("x")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode

@@ -1,21 +1,18 @@
 """Exported files compute what PyTorch does where BayesTrain cannot be imported, and say what they are."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from test_plain import KINDS, WITHOUT
 from torch import Tensor, nn
 
 import bayestrain as bt
-from bayestrain.errors import BayesTrainError, ConfigError, ConversionError
+from bayestrain.errors import ConfigError, ConversionError
 from bayestrain.formats import FORMATS
 from bayestrain.nn import factorized_weights
 from bayestrain.posterior import Classification, Regression, independent
@@ -126,7 +123,6 @@ assert "bayestrain" not in sys.modules
 @pytest.mark.slow
 def test_files_run_where_bayestrain_cannot_be_imported(tmp_path: Path) -> None:
     """Every kind of layer and format, a CNN, a GPT with its sampling loop, posteriors: at batches of 1, 7 and 256."""
-    torch.manual_seed(0)
     gpt = GPT(65, 1, 2, 32, 16).eval()
     bt.tensorize_(gpt, bt.TensorizeConfig(max_rank=4))
     sharp = posterior(5, Classification(0.7))
@@ -136,7 +132,6 @@ def test_files_run_where_bayestrain_cannot_be_imported(tmp_path: Path) -> None:
         "gpt": (gpt, (12,), {0: "batch", 1: "length"}),
         "five": (sharp, (30,), {0: "batch"}),
         "regression": (posterior(5, Regression()), (30,), {0: "batch"}),
-        "twenty": (posterior(20, Classification()), (30,), {0: "batch"}),
     }
     for name, (model, event, dynamic) in cases.items():
         found = []
@@ -150,13 +145,13 @@ def test_files_run_where_bayestrain_cannot_be_imported(tmp_path: Path) -> None:
         numbers = len(model) * model.parameters_each if many else bt.count_parameters(model)
         for format in FILES:
             path = tmp_path / f"{name}.{format}"
-            report = bt.export(model, path, format, example=tuple(found[0]["x"]), dynamic=dynamic)
+            example = {"input": found[0]["x"][0]} if many else tuple(found[0]["x"])
+            report = bt.export(model, path, format, example=example, dynamic=dynamic)
             assert report.error < 1e-5
             assert format != "onnx" or within(report, numbers), report
     frozen = 24 * 4 + 4  # is there once, not for each particle
     assert (tmp_path / "five.onnx").stat().st_size < 4 * (5 * sharp.parameters_each - 4 * frozen) + 500 * 60
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", ELSEWHERE, tmp_path, timeout=600)
 
 
 def small() -> nn.Sequential:
@@ -210,7 +205,7 @@ def test_weights_in_fewer_bits_are_stored_and_their_loss_is_reported(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_integers_are_as_good_as_those_of_torchao(tmp_path: Path) -> None:
+def test_integers_are_as_good_as_torchaos_and_torchao_quantises_plain_models(tmp_path: Path) -> None:
     ao = pytest.importorskip("torchao.quantization")
     model, x = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 40)), torch.randn(100, 64)
     expected = model(x)
@@ -218,12 +213,7 @@ def test_integers_are_as_good_as_those_of_torchao(tmp_path: Path) -> None:
     found = torch.export.load(tmp_path / "m.pt2").module()(x)
     ao.quantize_(model, ao.Int8WeightOnlyConfig())
     assert (found - expected).norm() < 1.05 * (model(x) - expected).norm()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchao_quantises_plain_models_only(tmp_path: Path) -> None:
-    """As docs/limits.md says: it passes over factorised layers without a word."""
-    ao = pytest.importorskip("torchao.quantization")
+    # As docs/limits.md says: it passes over factorised layers without a word.
     model, x = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 40)), torch.randn(100, 64)
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=8, layout="split"))
     expected, made = model(x), bt.to_plain(model)
@@ -237,13 +227,6 @@ def test_torchao_quantises_plain_models_only(tmp_path: Path) -> None:
             write(made, tmp_path / "m")
     ao.quantize_(model, ao.Int8WeightOnlyConfig())
     assert torch.equal(model(x), expected)
-
-
-def test_a_posterior_takes_an_example_by_name(tmp_path: Path) -> None:
-    model, x = posterior(2, Regression()), torch.randn(3, 30)
-    bt.export(model, tmp_path / "m.pt2", "pt2", example={"input": x})
-    found = torch.export.load(tmp_path / "m.pt2").module()(x)
-    torch.testing.assert_close(found["mean"], model.predict(x).mean.float())
 
 
 class Branches(nn.Module):
@@ -285,6 +268,7 @@ def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
         (layer, "old.pt2/m.pt2", {}, "missing"),
         (layer, "m.pt2", {"format": "tflite"}, "format must be one of"),
         (layer, "m.pt2", {"weights": "int3"}, "weights must be one of"),
+        *[(layer, "m.pte", {"format": "executorch"}, "pip install executorch")] * (find_spec("executorch") is None),
         (broken, "old.pt2", {}, "NaN"),
         (meta, "old.pt2", {}, "no values"),
         (nn.Sequential(nn.LazyLinear(3)), "old.pt2", {}, "no values"),
@@ -312,16 +296,6 @@ def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "old.pt2").read_text() == "old"
 
 
-def test_a_full_disk_is_said_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(BayesTrainError, match="No space left"):
-        bt.export(bt.TensorLinear(8, 6, max_rank=2), tmp_path / "m.pt2", "pt2", example=torch.randn(2, 8))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_executorch_runs_the_file(tmp_path: Path) -> None:
     runtime = pytest.importorskip("executorch.runtime")
@@ -334,12 +308,3 @@ def test_executorch_runs_the_file(tmp_path: Path) -> None:
     method = program.load_method("forward")
     for n in BATCHES:
         torch.testing.assert_close(method.execute([x[:n]])[0], model(x[:n]), rtol=1e-4, atol=1e-5)
-
-
-def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("executorch"):
-        pytest.skip("executorch is installed")
-    with pytest.raises(ConfigError, match="pip install executorch"):
-        bt.export(nn.Linear(2, 2), tmp_path / "m.pte", "executorch", example=torch.randn(2, 2))

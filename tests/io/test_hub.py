@@ -1,26 +1,21 @@
 """`save_pretrained` and `from_pretrained`: small files, the same bits, and no other network without BayesTrain."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fit_kit import assert_same
+from processes import python
 from safetensors.torch import load_file, save_file
-from test_transformers import MODELS, TEXT, gpt2, llama, mixtral
-from torch import nn
+from test_transformers import MODELS, TEXT, gpt2, llama
 
 import bayestrain as bt
 from bayestrain.errors import BayesTrainError, ConfigError, ConversionError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::bayestrain.errors.HoldWarning")
 transformers = pytest.importorskip("transformers")
-from bayestrain.hub.models import describe  # noqa: E402
 
 INCLUDE = {"mixtral": ["all-linear", "*.experts.*", "*.embed_tokens"]}
 
@@ -32,12 +27,6 @@ def small(name: str) -> tuple[Any, dict[str, Any]]:
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=4), include=INCLUDE.get(name))
     bt.compact_(model, 0.5)
     return model.eval(), batch
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    assert one.state_dict().keys() == other.state_dict().keys()
-    for key, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -98,7 +87,7 @@ def test_nothing_stays_behind_and_dense_models_are_left_alone(tmp_path: Path) ->
     model.save_pretrained(tmp_path / "small")
     assert json.loads(model.config.to_json_string()).keys() - json.loads(before).keys() <= {"architectures", "dtype"}
     assert "save_pretrained" not in vars(model.config)
-    dense.save_pretrained(tmp_path / "dense")  # type: ignore[operator]
+    dense.save_pretrained(tmp_path / "dense")
     written = json.loads((tmp_path / "dense" / "config.json").read_text())
     assert not {"quantization_config", "transformers_weights"} & written.keys()
     assert_same(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "dense"), dense)
@@ -137,10 +126,7 @@ def test_a_process_without_bayestrain_refuses(first: str, tmp_path: Path) -> Non
     with torch.no_grad():
         torch.save(model(TEXT).logits, tmp_path / "logits.pt")
     script = SCRIPT.format(first=first, folder=str(tmp_path), text=TEXT.tolist())
-    outside = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], env=outside, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == f"ok {bt.count_parameters(model)}"
+    assert python("-c", script).stdout.strip() == f"ok {bt.count_parameters(model)}"
 
 
 def test_tables_that_are_factorised_refuse_another_size() -> None:
@@ -172,9 +158,7 @@ def test_a_wrong_description_is_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | wrong}))
         with pytest.raises(BayesTrainError):
             type(model).from_pretrained(tmp_path)
-    lying = {
-        "weights": weights | {name: about | {"ranks": [10**7] * len(about["ranks"])}}
-    }  # which the tensors have not
+    lying = {"weights": weights | {name: about | {"ranks": [10**7] * len(about["ranks"])}}}  # the tensors differ
     file.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | lying}))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         type(model).from_pretrained(tmp_path)
@@ -235,9 +219,3 @@ def test_plain_models_say_how_they_are_saved(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")  # which to_plain was given
     dense: Any = bt.to_plain(gpt2())
     dense.save_pretrained(tmp_path / "dense")
-
-
-def test_experts_that_are_factorised_are_described() -> None:
-    model = mixtral()
-    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4), include=["*.experts.*"])
-    assert all(".experts.factorized." in path for path in describe(model))

@@ -1,16 +1,16 @@
-"""Plain models compute the same with PyTorch's own modules, and need nothing of BayesTrain's."""
-
-from __future__ import annotations
+"""Plain models compute the same with PyTorch's own modules, and every model survives every way out and back."""
 
 import copy
 import operator
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
+from safetensors.torch import load_file, save_file
+from test_transformers import MODELS
 from torch import Tensor, nn
 
 import bayestrain as bt
@@ -64,7 +64,7 @@ def test_every_layer_becomes_plain(kind: str, format: Format, layout: str, dtype
     assert all(torch.equal(own, before[name]) for name, own in layer.state_dict().items())
 
 
-def test_thin_factors_where_they_are_smaller_else_dense() -> None:
+def test_plain_modules_have_thin_factors_dense_weights_or_cores() -> None:
     thin = bt.to_plain(bt.TensorLinear(60, 42, layout="split", max_rank=3))
     assert list(thin.state_dict()) == ["0.weight", "1.weight", "1.bias"]
     assert thin[0].weight.shape == (3, 60)
@@ -74,9 +74,6 @@ def test_thin_factors_where_they_are_smaller_else_dense() -> None:
     assert isinstance(bt.to_plain(bt.TensorConv2d(4, 4, 3, max_rank=20)), nn.Conv2d)
     table = bt.to_plain(bt.TensorEmbedding(97, 20, max_rank=2))
     assert [type(own) for own in table] == [nn.Embedding, nn.Linear]
-
-
-def test_a_paired_weight_becomes_a_generated_module_of_its_cores() -> None:
     layer = bt.TensorLinear(784, 625, in_modes=(7, 4, 7, 4), out_modes=(5, 5, 5, 5), max_rank=3)
     plain = bt.to_plain(layer)
     assert isinstance(plain, torch.fx.GraphModule)
@@ -122,7 +119,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.encoder(self.attention(x, x, x)[0])
         x = self.again(self.once(self.lstm(x)[0]))
-        return self.head(x.to(self.head.weight.dtype))  # type: ignore[no-any-return]
+        return self.head(x.to(self.head.weight.dtype))
 
 
 class Reading(nn.Module):
@@ -142,8 +139,8 @@ class Reading(nn.Module):
         for layer in self.looped:
             x = x @ layer.weight
         fc = self.alias
-        x = sum([x @ self.block["inner"][i].weight for i in range(1)]) + fc.weight.sum() + fc.bias  # type: ignore[union-attr]
-        return self.conv(x.mT)[..., : x.shape[1] // self.conv.stride[0]] + len(self.conv.kernel_size)  # type: ignore[no-any-return]
+        x = sum([x @ self.block["inner"][i].weight for i in range(1)]) + fc.weight.sum() + fc.bias
+        return self.conv(x.mT)[..., : x.shape[1] // self.conv.stride[0]] + len(self.conv.kernel_size)
 
 
 class Deeper(nn.Module):
@@ -153,7 +150,7 @@ class Deeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         part = self.reading
-        return self.head(self.reading(x).mT) @ part.thin.weight.T * self.head.in_features  # type: ignore[no-any-return]
+        return self.head(self.reading(x).mT) @ part.thin.weight.T * self.head.in_features
 
 
 def test_what_modules_around_a_layer_read_is_there() -> None:
@@ -175,9 +172,9 @@ def test_whisper_reads_the_strides_of_its_convolutions() -> None:
     sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
     sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64)
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
-    config = transformers.WhisperConfig(
-        vocab_size=99, d_model=48, num_mel_bins=40, max_source_positions=20, max_target_positions=10, **sizes, **tokens
-    )
+    sizes |= {"vocab_size": 99, "d_model": 48, "num_mel_bins": 40}
+    positions = {"max_source_positions": 20, "max_target_positions": 10}
+    config = transformers.WhisperConfig(**sizes, **positions, **tokens)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=2))
     batch = {"input_features": torch.randn(2, 40, 40), "decoder_input_ids": torch.arange(8).reshape(2, 4)}
@@ -223,9 +220,7 @@ def tied(symbols: int, rank: int, **options: Any) -> nn.Sequential:
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}], ids=["plain", "padding"])
 @pytest.mark.parametrize(("symbols", "rank", "numbers"), [(300, 3, 3 * 332), (64, 32, 64 * 32)])
-def test_a_tied_embedding_and_head_share_their_tensors(
-    options: dict[str, Any], symbols: int, rank: int, numbers: int
-) -> None:
+def test_an_embedding_and_head_share_tensors(options: dict[str, Any], symbols: int, rank: int, numbers: int) -> None:
     model = tied(symbols, rank, **options)
     plain, x = bt.to_plain(model), torch.tensor([[3, 0, symbols - 1, 3]])
     assert is_plain(plain)
@@ -236,7 +231,7 @@ def test_a_tied_embedding_and_head_share_their_tensors(
 
 def test_what_cannot_be_plain_is_refused() -> None:
     with pytest.raises(ConfigError, match="particle"):
-        bt.to_plain(bt.Posterior([bt.TensorLinear(8, 6, max_rank=2) for _ in range(2)], 10))  # type: ignore[arg-type]
+        bt.to_plain(bt.Posterior([bt.TensorLinear(8, 6, max_rank=2) for _ in range(2)], 10))
     with pytest.raises(ConfigError, match="lazy"):
         bt.to_plain(nn.Sequential(nn.LazyLinear(3)))
     own = nn.ModuleDict({"table": bt.TensorLinear(8, 6, max_rank=2).factorized})
@@ -269,5 +264,83 @@ def test_a_plain_model_is_read_where_bayestrain_is_not_installed(tmp_path: Path)
 for own in torch.load({str(tmp_path / "plain.pt")!r}, weights_only=False):
     assert torch.equal(own["model"](own["x"]), own["y"]), "differs"
 assert "bayestrain" not in sys.modules"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
+
+
+ROWS, WORDS = torch.randn(3, 6, 32), torch.randint(0, 200, (3, 6))
+
+
+class Tied(nn.Module):
+    """An embedding, two recurrent layers and attention, in front of a head that is the embedding's table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(200, 32, padding_idx=0), nn.Linear(32, 200)
+        self.lstm, self.gru = nn.LSTM(32, 32, batch_first=True), nn.GRU(32, 32, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gru(self.lstm(self.embed(x))[0])[0]
+        return self.head(self.attention(h, h, h)[0])
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.grow = nn.EmbeddingBag(200, 64, mode="mean"), nn.ConvTranspose2d(16, 18, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.grow(self.bag(x).unflatten(1, (16, 2, 2)))
+
+
+def picture() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(6, 16, 3), nn.BatchNorm1d(16), nn.ReLU(), nn.Conv1d(16, 18, 3), nn.Flatten())
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    **{name: (build, batch) for name, (build, batch, _) in MODELS.items()},
+    "tied": (Tied, {"x": WORDS}),
+    "bags": (Bags, {"x": WORDS}),
+    "convolutions": (picture, {"input": ROWS}),
+}
+
+
+@torch.no_grad()
+def answer(model: Any, batch: Any) -> Tensor:
+    y = model.eval()(**batch)
+    return y if isinstance(y, Tensor) else y.logits
+
+
+@pytest.mark.filterwarnings("ignore::bayestrain.errors.HoldWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_out_and_back(name: str, tmp_path: Path) -> None:
+    build, batch = CASES[name]
+    torch.manual_seed(0)
+    model: Any = build()
+    dense = bt.count_parameters(model)
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
+    bt.compact_(model, 0.5)
+    expected, size = answer(model, batch), bt.count_parameters(model)
+    names = 200 * len(model.state_dict())  # in the header
+
+    bt.save(model, tmp_path / "saved")
+    assert torch.equal(answer(bt.load(tmp_path / "saved", into=build()), batch), expected)
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_size <= 4 * size + names
+
+    plain = bt.to_plain(model)
+    assert is_plain(plain)
+    found = answer(plain, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    assert bt.count_parameters(plain) < dense
+    tensors = {key: own.contiguous().clone() for key, own in plain.state_dict().items()}
+    save_file(tensors, tmp_path / "plain.safetensors")
+    blank = bt.to_plain(model)
+    for own in blank.parameters():
+        own.data.zero_()
+    blank.load_state_dict(load_file(tmp_path / "plain.safetensors"))
+    assert torch.equal(answer(blank, batch), found)
+    bt.save(plain, tmp_path / "plain")
+    stored = (tmp_path / "plain" / "model.safetensors").stat().st_size
+    assert stored <= 4 * bt.count_parameters(plain) + names
+    assert torch.equal(answer(bt.load(tmp_path / "plain", into=blank), batch), found)

@@ -1,7 +1,5 @@
 """Networks of PyTorch's own modules are built from their description; nothing that a description names is run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from edits import put
 from torch import nn
 
 import bayestrain as bt
@@ -56,7 +55,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
 def outputs(model: nn.Module, x: tuple[torch.Tensor, ...]) -> torch.Tensor:
     with torch.no_grad():
         y = model.eval()(*x)
-    return y[0] if isinstance(y, tuple) else y  # type: ignore[no-any-return]
+    return y[0] if isinstance(y, tuple) else y
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -73,7 +72,7 @@ def test_a_network_is_loaded_without_being_given(name: str, dtype: torch.dtype, 
     assert torch.equal(outputs(again, x), outputs(model, x))
     assert not any(own.is_meta for own in (*again.parameters(), *again.buffers()))
     assert 'bt.load("FOLDER")\n' in (tmp_path / "README.md").read_text()
-    sum(own.sum() for own in again.parameters()).backward()  # type: ignore[union-attr]  # it trains
+    sum(own.sum() for own in again.parameters()).backward()  # it trains
 
 
 def small() -> nn.Sequential:
@@ -90,105 +89,65 @@ def posterior(**options: Any) -> bt.Posterior:
     return found
 
 
-def test_a_posterior_is_loaded_without_its_network(tmp_path: Path) -> None:
-    own, x = posterior(), torch.randn(5, 30)
-    bt.save(own, tmp_path)
-    again = bt.load(tmp_path)
-    assert (len(again), again.ranks) == (3, own.ranks)
-    for name in ("mean", "total", "epistemic"):
-        assert torch.equal(getattr(again.predict(x), name), getattr(own.predict(x), name))
-
-
 class Mine(nn.Sequential):
     """A class of the user's."""
 
 
-def hooked() -> nn.Module:
-    net = small()
-    net[0].register_forward_hook(lambda *_: None)
-    return net
+def others() -> dict[str, nn.Module]:
+    """Networks of which the description could not say everything."""
+    hooked, extended, layer = small(), small(), nn.Linear(4, 4)
+    hooked[0].register_forward_hook(lambda *_: None)
+    extended[2].register_buffer("mine", torch.zeros(3))
+    tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
+    tied[1].weight = tied[0].weight
+    found = {"mine": Mine(nn.Linear(3, 2)), "hooked": hooked, "extended": extended, "tied": tied}
+    return {**found, "used twice": nn.Sequential(layer, nn.ReLU(), layer)}
 
 
-def tied() -> nn.Module:
-    net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
-    net[1].weight = net[0].weight
-    return net
-
-
-def extended() -> nn.Module:
-    net = small()
-    net[2].register_buffer("mine", torch.zeros(3))
-    return net
-
-
-def used_twice() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.ReLU(), layer)
-
-
-@pytest.mark.parametrize("make", [lambda: Mine(nn.Linear(3, 2)), hooked, tied, extended, used_twice])
-def test_any_other_network_has_to_be_given(make: Any, tmp_path: Path) -> None:
-    model = make()
+@pytest.mark.parametrize("name", others())
+def test_any_other_network_has_to_be_given(name: str, tmp_path: Path) -> None:
+    model = others()[name]
     bt.save(model, tmp_path)
     assert json.loads((tmp_path / "model.json").read_text())["network"] is None
     with pytest.raises(ConfigError, match=r"does not say how to build.*load\(path, into=network\)"):
         bt.load(tmp_path)
-    assert bt.load(tmp_path, into=make()) is not model
+    assert bt.load(tmp_path, into=others()[name]) is not model
 
 
-def lying(change: Any, folder: Path) -> None:
-    file = folder / "model.json"
-    about = json.loads(file.read_text())
-    change(about["network"])
-    file.write_text(json.dumps(about))
-
-
-def put(value: Any, *keys: str) -> Any:
-    def change(node: Any) -> None:
-        for key in keys[:-1]:
-            node = node[key]
-        node[keys[-1]] = value
-
-    return change
-
-
-FIRST = ("children", "0")
 HUGE = {"class": "LSTM", "settings": {"input_size": 1, "hidden_size": 1, "num_layers": 10**9}, "children": {}}
 INNER = {"class": "ModuleList", "settings": {}, "children": {"0": HUGE | {"class": "TransformerEncoder"}}}
 MATRYOSHKA: Any = {"class": "TransformerEncoder", "settings": {"num_layers": 2}, "children": {"layers": INNER}}
 LIES: dict[str, Any] = {
-    "sizes": put(10**13, *FIRST, "settings", "in_features"),
-    "overflow": put(10**30, *FIRST, "settings", "in_features"),
-    "negative": put(-3, *FIRST, "settings", "in_features"),
-    "text": put("os.system", *FIRST, "settings", "in_features"),
-    "another class": put("Bilinear", *FIRST, "class"),
-    "no class of the list": put("DataParallel", *FIRST, "class"),
-    "a path": put("os.system", *FIRST, "class"),
-    "a list": put(["Linear"], *FIRST, "class"),
-    "a device": put("cuda", *FIRST, "settings", "device"),
-    "a private argument": put([[1.0]], *FIRST, "settings", "_weight"),
-    "an unknown argument": put(1, *FIRST, "settings", "magic"),
-    "a billion layers": put(HUGE, *FIRST),
-    "encoders in encoders": put(MATRYOSHKA, *FIRST),
-    "no settings": put({"class": "ReLU", "children": {}}, *FIRST),
-    "a method's name": put(HUGE, "children", "forward"),
-    "a layer more": put({"class": "Linear", "settings": {"in_features": 3, "out_features": 2}, "children": {}},
-                        "children", "4"),
-    "number": put(3, "children"),
+    "sizes": ("children 0 settings in_features", 10**13),
+    "overflow": ("children 0 settings in_features", 10**30),
+    "negative": ("children 0 settings in_features", -3),
+    "text": ("children 0 settings in_features", "os.system"),
+    "another class": ("children 0 class", "Bilinear"),
+    "no class of the list": ("children 0 class", "DataParallel"),
+    "a path": ("children 0 class", "os.system"),
+    "a list": ("children 0 class", ["Linear"]),
+    "a device": ("children 0 settings device", "cuda"),
+    "a private argument": ("children 0 settings _weight", [[1.0]]),
+    "an unknown argument": ("children 0 settings magic", 1),
+    "a billion layers": ("children 0", HUGE),
+    "encoders in encoders": ("children 0", MATRYOSHKA),
+    "no settings": ("children 0", {"class": "ReLU", "children": {}}),
+    "a method's name": ("children forward", HUGE),
+    "a layer more": ("children 4", {"class": "ReLU", "settings": {}, "children": {}}),
+    "number": ("children", 3),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_lying_description_is_refused(name: str, tmp_path: Path) -> None:
     bt.save(small(), tmp_path)
-    lying(LIES[name], tmp_path)
+    where, value = LIES[name]
+    put(tmp_path / "model.json", f"network {where}", value)
     with pytest.raises(BayesTrainError):
         bt.load(tmp_path)
 
 
-# --- the schema -------------------------------------------------------------------------------------------------------
-
-SCHEMA = json.loads(Path(bt.io.__file__).with_name("model.schema.json").read_text())  # type: ignore[attr-defined]
+SCHEMA = json.loads(Path(bt.io.__file__).with_name("model.schema.json").read_text())
 KINDS = {"object": dict, "array": list, "string": str, "null": type(None), "integer": int, "number": (int, float)}
 USED = {"$schema", "$id", "$defs", "$ref", "title", "description", "type", "required", "properties", "const", "enum",
         "additionalProperties", "items", "maxItems", "anyOf", "minimum", "exclusiveMinimum", "pattern"}  # fmt: skip
@@ -215,14 +174,12 @@ def fits(value: Any, schema: Any) -> bool:
     if isinstance(value, int | float) and not is_bool:
         return bool(value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", value - 1))
     if isinstance(value, list):
-        return len(value) <= schema.get("maxItems", len(value)) and all(
-            fits(v, schema.get("items", True)) for v in value
-        )
+        items = schema.get("items", True)
+        return len(value) <= schema.get("maxItems", len(value)) and all(fits(own, items) for own in value)
     if isinstance(value, dict):
         known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
-        return all(key in value for key in schema.get("required", [])) and all(
-            fits(own, known.get(key, other)) for key, own in value.items()
-        )
+        whole = all(key in value for key in schema.get("required", []))
+        return whole and all(fits(own, known.get(key, other)) for key, own in value.items())
     return True
 
 

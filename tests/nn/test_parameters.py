@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from operations import Operations
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import bayestrain as bt
@@ -43,7 +43,7 @@ def attention(**options: Any) -> Callable[[], nn.Module]:
 
         def forward(self, x: Tensor) -> Tensor:
             others = {32: x, 24: x[..., :24], 20: x[..., :20]}
-            return self.own(x, others[self.own.kdim], others[self.own.vdim])[0]  # type: ignore[no-any-return]
+            return self.own(x, others[self.own.kdim], others[self.own.vdim])[0]
 
     return Attention
 
@@ -56,7 +56,7 @@ class First(nn.Module):
         self.own = rnn
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.own(x)[0]  # type: ignore[no-any-return]
+        return self.own(x)[0]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
@@ -89,17 +89,17 @@ def plain(model: nn.Module) -> nn.Module:
         if hasattr(module, "to_dense"):
             parent, _, attribute = name.rpartition(".")
             if not name:
-                return module.to_dense()  # type: ignore[no-any-return]
+                return module.to_dense()
             setattr(twin.get_submodule(parent), attribute, module.to_dense())
     assert not factorized_weights(twin)
     return twin
 
 
 @pytest.mark.parametrize(("build", "include", "format", "layout"), EVERY)
-def test_values_and_gradients_are_those_of_the_dense_twin(
-    build: Any, include: Any, format: Format, layout: str
-) -> None:
+def test_values_and_gradients_are_the_dense_twins(build: Any, include: Any, format: Format, layout: str) -> None:
     model, x = made(build, include, format, layout), torch.randn(2, 5, 32, dtype=torch.float64)
+    if isinstance(model, Experts):
+        assert not any(core.requires_grad for core in model.factorized.gate.cores)
     twin = plain(model)
     names = {type(module).__name__ for module in build().modules()}
     assert {type(module).__name__ for module in twin.modules()} <= {*names, "Linear"}
@@ -116,7 +116,7 @@ def test_values_and_gradients_are_those_of_the_dense_twin(
     for name in names:
         owner, _, key = name.rpartition(".")
         whole[name] = getattr(model.get_submodule(owner), key)
-    loss = functional_call(twin, whole, (x,)).square().sum()  # type: ignore[arg-type]
+    loss = functional_call(twin, whole, (x,)).square().sum()
     for one, other in zip(found, torch.autograd.grad(loss, list(cores.values())), strict=True):
         assert_close(one, other)
 
@@ -151,20 +151,20 @@ def test_they_are_saved_and_loaded(build: Any, include: Any, tmp_path: Any) -> N
     assert_close(bt.load(tmp_path, made(build, include, FORMATS[0], "split", rank=4))(x), model(x))
 
 
-def test_frozen_parameters_stay_frozen() -> None:
-    model = made(*CASES["experts"], FORMATS[0], "split")
-    assert not any(core.requires_grad for core in model.factorized.gate.cores)
-    assert all(core.requires_grad for core in model.factorized.experts.cores)
-    assert isinstance(model, Experts)
-
-
-def test_a_parameter_is_made_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_is_made_once_and_an_encoder_with_padding_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = made(*CASES["packed attention"], FORMATS[0], "split"), list[object]()
     weight = model.own.factorized.in_proj_weight
     original = type(weight).dense
     monkeypatch.setattr(type(weight), "dense", lambda self: calls.append(self) or original(self))
     model.eval()(torch.randn(2, 5, 32, dtype=torch.float64))
     assert calls.count(weight) == 1
+    model, x = encoder(), torch.randn(2, 6, 64)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
+    expected = model(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = model.eval()(x, src_key_padding_mask=padding)
+    assert_close(found[~padding], expected[~padding].detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["packed attention", "experts"])
@@ -177,27 +177,9 @@ def test_compiled_and_under_autocast(name: str) -> None:
         assert_close(single(x.float()).double(), model(x), rtol=0.1, atol=0.1)
 
 
-# --- PyTorch's encoder ------------------------------------------------------------------------------------------------
-
-
 def encoder() -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2)
-
-
-class Operations(TorchDispatchMode):
-    """The names of the operations that run inside of it, and the sizes of what they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.entries: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.__name__)
-        result = func(*args, **(kwargs or {}))
-        self.entries.update(tensor.numel() for tensor in [result] if isinstance(tensor, Tensor) and not tensor.is_meta)
-        return result
 
 
 def multiplications(model: nn.Module, x: Tensor) -> int:
@@ -243,7 +225,6 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_self_attention_goes_through_its_factors_with_every_mask(mask: str, batch_first: bool) -> None:
-    torch.manual_seed(0)
     model = nn.ModuleList([nn.MultiheadAttention(256, 2, batch_first=batch_first, dtype=torch.float64)])
     nn.init.normal_(model[0].in_proj_bias)
     bt.tensorize_(model, bt.TensorizeConfig(2, layout="split"))
@@ -263,16 +244,6 @@ def test_self_attention_goes_through_its_factors_with_every_mask(mask: str, batc
         own.factorized.in_proj_weight.cores[0].data.zero_()  # hidden from version counters
         twin.in_proj_weight.zero_()
         assert_close(own.eval()(x, x, x, **options)[0], twin(x, x, x, **options)[0])
-
-
-def test_an_encoder_with_padding_computes_the_same_as_in_training_mode() -> None:
-    model, x = encoder(), torch.randn(2, 6, 64)
-    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
-    bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
-    expected = model(x, src_key_padding_mask=padding)
-    with torch.no_grad():
-        found = model.eval()(x, src_key_padding_mask=padding)
-    assert_close(found[~padding], expected[~padding].detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiled_encoder_multiplies_by_factors_and_compiles_once_for_each_mode() -> None:

@@ -1,9 +1,6 @@
-"""Models of `transformers` with random weights: converted, trained, compacted, saved, loaded, generating."""
-
-from __future__ import annotations
+"""Models of `transformers` with random weights: converted, trained, compacted, generating (io saves and loads them)."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +39,8 @@ def llama(tied: bool = False) -> nn.Module:
 
 
 def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=SYMBOLS, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=SYMBOLS, **sizes, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -68,7 +64,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_converted_trained_compacted_saved_and_loaded(name: str, tmp_path: Path) -> None:
+def test_a_model_is_converted_trained_and_compacted(name: str) -> None:
     build, batch, ratio = MODELS[name]
     torch.manual_seed(0)
     model: Any = build()
@@ -89,26 +85,17 @@ def test_a_model_is_converted_trained_compacted_saved_and_loaded(name: str, tmp_
     assert losses[-1] < losses[0]
     prior.remove_()
     assert bt.count_parameters(model) < dense / ratio
-    bt.save(model.eval(), tmp_path)
-    loaded: Any = bt.load(tmp_path, into=build()).eval()
-    with torch.no_grad():
-        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-    if model.can_generate():
-        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-        written = model.generate(TEXT[:, :5], **options)
+    if model.eval().can_generate():
+        written = model.generate(TEXT[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert written.shape[1] > 1
-        assert torch.equal(loaded.generate(TEXT[:, :5], **options), written)
 
 
-def test_what_stays_dense_is_listed_with_its_share() -> None:
+def test_experts_stay_dense_are_listed_with_their_share_and_are_factorised_by_name() -> None:
     model: Any = mixtral()
     summary = bt.tensorize_(model, bt.TensorizeConfig(max_rank=4))
     kept = {row.name: row for row in summary.kept}
     assert "no factorised layer stands for MixtralExperts" in kept["model.layers.0.mlp.experts.gate_up_proj"].reason
     assert sum(row.parameters for row in summary.kept) > bt.count_parameters(model) / 2
-
-
-def test_experts_are_factorised_by_name() -> None:
     model, dense = mixtral(), bt.count_parameters(mixtral())
     bt.tensorize_(model, bt.TensorizeConfig(max_rank=4), include=["all-linear", "*.experts.*", "*.embed_tokens"])
     assert bt.count_parameters(model) < dense / 8

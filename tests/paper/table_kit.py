@@ -83,15 +83,6 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def rows(text: str, experiment: str = "mnist") -> list[dict[str, str]]:
-    """The lines of an experiment's table, without the links and with plain spaces and minus signs."""
-    plain = text.replace("\u00a0", " ").replace("−", "-")
-    section = plain.split(f"\n## {experiment}\n")[1].split("\n## ")[0].split("\n### ")[0]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    found = [dict(zip(table[0], row, strict=True)) for row in table[2:]]
-    return [{**row, "run": row["run"].split("]")[0].strip("[*")} for row in found]
-
-
 def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """The temperature that suits these images best, in units of the one they have."""
     logs = np.log(np.maximum(probabilities.astype(np.float64), 1e-45))

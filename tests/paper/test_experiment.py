@@ -1,4 +1,4 @@
-"""Presets, kinds and commands; and one small experiment from training to the table."""
+"""Presets, kinds and commands; one small experiment from training to the table; what paper/README.md names."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from argparse import ArgumentParser
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,20 +37,15 @@ def test_presets_have_the_epochs_that_the_table_recognises_short_runs_by(name: s
     assert fit.epochs + fit.finetune_epochs == PAPER[name].epochs[preset]
 
 
-@pytest.mark.parametrize(
-    ("recorded", "preset", "changed"),
-    [
-        ("mnist/default", "default", {}),
-        ("mnist/paper", "paper", {}),
-        ("cifar10-cnn/x32", "default", {"fit.target_ratio": 32.0}),
-        ("cifar10-cnn/paper", "paper", {}),
-        ("cifar10-resnet110/x11", "default", {"fit.target_ratio": 11.0}),
-        ("cifar10-resnet110/paper-12", "paper", {"fit.epochs": 12, "fit.precision": "bf16"}),
-    ],
-)
-def test_presets_are_what_the_recorded_lines_were_trained_with(
-    recorded: str, preset: str, changed: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("recorded", "preset", "changed"), [
+    ("mnist/default", "default", {}),
+    ("mnist/paper", "paper", {}),
+    ("cifar10-cnn/x32", "default", {"fit.target_ratio": 32.0}),
+    ("cifar10-cnn/paper", "paper", {}),
+    ("cifar10-resnet110/x11", "default", {"fit.target_ratio": 11.0}),
+    ("cifar10-resnet110/paper-12", "paper", {"fit.epochs": 12, "fit.precision": "bf16"}),
+])  # fmt: skip
+def test_presets_are_those_of_the_recorded_lines(recorded: str, preset: str, changed: dict[str, Any]) -> None:
     """Every setting that the package had before its rewrite and has now, but for names and what does not matter."""
     name, seed = recorded.split("/")[0], min((RESULTS / recorded).glob("seed-*"))
     old, new = tomllib.loads((seed / "config.toml").read_text()), run_config(name, preset=preset).to_dict()
@@ -68,16 +64,13 @@ def test_presets_are_what_the_recorded_lines_were_trained_with(
     assert compared > 25
 
 
-def test_ranks_that_stay_train_as_long_as_those_that_are_sought() -> None:
+def test_fixed_ranks_train_as_long_and_particles_at_a_rate_of_their_own() -> None:
     found = run_config("cifar10-cnn")
     for kind in ("dense", "tensorized"):
         fixed = run_config("cifar10-cnn", kind=kind)
         assert (fixed.fit.epochs, fixed.fit.finetune_epochs, fixed.fit.search) == (180, 0, False)
         assert (fixed.fit.lr, fixed.fit.schedule, fixed.prior) == (found.fit.lr, found.fit.schedule, found.prior)
         assert fixed.tensorize.enabled == (kind == "tensorized")
-
-
-def test_particles_around_a_network_have_a_rate_of_their_own() -> None:
     around = run_config("cifar10-cnn", particles=20, around="runs/x32", epochs=6)
     assert (around.fit.epochs, around.fit.finetune_epochs, around.fit.search) == (6, 0, False)
     assert around.fit.lr == pytest.approx(0.1 * run_config("cifar10-cnn").fit.lr)
@@ -86,33 +79,27 @@ def test_particles_around_a_network_have_a_rate_of_their_own() -> None:
     assert run_config("mnist", particles=3, around="x", epochs=1).fit.lr == 3e-3  # of the fine-tuning
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"experiment": "cifar"}, "There is no experiment 'cifar'"),
-        ({"kind": "sparse"}, "kind must be one of low-rank, tensorized, dense"),
-        ({"preset": "theirs"}, "There is no preset 'theirs' of mnist"),
-        ({"around": "x", "particles": 20}, "needs --particles of at least 2 and --epochs"),
-        ({"kind": "dense", "target_ratio": 30.0}, "leave --target-ratio out"),
-        ({"overrides": ["fit.lrr=1"]}, "fit.lr"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"experiment": "cifar"}, "There is no experiment 'cifar'"),
+    ({"kind": "sparse"}, "kind must be one of low-rank, tensorized, dense"),
+    ({"preset": "theirs"}, "There is no preset 'theirs' of mnist"),
+    ({"around": "x", "particles": 20}, "needs --particles of at least 2 and --epochs"),
+    ({"kind": "dense", "target_ratio": 30.0}, "leave --target-ratio out"),
+    ({"overrides": ["fit.lrr=1"]}, "fit.lr"),
+])  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         run_config(**{"experiment": "mnist", **options})
 
 
-@pytest.mark.parametrize(
-    ("name", "preset", "layers", "parameters"),
-    [
-        ("mnist", "default", 2, 27_235),  # the paper's BTNN
-        ("mnist", "paper", 2, 27_235),
-        ("cifar10-cnn", "default", 5, 286_717),
-        ("cifar10-resnet110", "default", 109, 460_934),
-        ("cifar10-resnet110", "paper", 74, None),
-    ],
-)
-def test_networks_at_full_rank_have_the_sizes_that_were_recorded(
+@pytest.mark.parametrize(("name", "preset", "layers", "parameters"), [
+    ("mnist", "default", 2, 27_235),  # the paper's BTNN
+    ("mnist", "paper", 2, 27_235),
+    ("cifar10-cnn", "default", 5, 286_717),
+    ("cifar10-resnet110", "default", 109, 460_934),
+    ("cifar10-resnet110", "paper", 74, None),
+])  # fmt: skip
+def test_networks_at_full_rank_have_the_recorded_sizes(
     name: str, preset: str, layers: int, parameters: int | None
 ) -> None:
     model = tensorized(BUILDERS[name](), run_config(name, preset=preset).tensorize)
@@ -167,7 +154,7 @@ def _mini(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_mini")
-def test_only_training_images_are_augmented_and_all_seeds_hold_out_the_same() -> None:
+def test_only_training_images_are_augmented_and_images_beside_have_their_patches() -> None:
     first, second = data.mnist(), data.mnist()
     assert torch.equal(first.validation.images, second.validation.images)
     assert len(first.train) + len(first.validation) == 1000
@@ -179,10 +166,6 @@ def test_only_training_images_are_augmented_and_all_seeds_hold_out_the_same() ->
     assert (x == 0).any()  # blanked to the mean, which no pixel of these digits has
     assert data.cifar10().mean is not None
     assert data.mnist().mean is None
-
-
-@pytest.mark.usefixtures("_mini")
-def test_images_beside_are_named_and_have_the_same_patches() -> None:
     found = data.cifar10_beside()
     assert (found.outside.name, data.mnist_plain_beside().outside.name) == ("patches", "fashion-mnist")
     assert isinstance(found.outside, Images)
@@ -277,3 +260,44 @@ def test_seeds_that_fail_are_counted_and_end_in_an_error(train: Any, tmp_path: P
     with pytest.raises(SystemExit, match="no setting"):
         train("--label", "bad", "--seeds", "0", "--set", "fit.lrr=1")
     assert not (tmp_path / "results" / "mnist" / "bad").exists()
+
+
+README = (ROOT / "paper" / "README.md").read_text()
+ELEMENTS = README.split("\n## The paper, element by element\n")[1].split("\n## ")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in ELEMENTS.splitlines() if line[:1] == "|"][2:]
+NAMED = re.compile(r"`([^`]+)`")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_an_element_has_its_function_its_test_and_its_result(row: list[str]) -> None:
+    _, functions, tests, results = row
+    for name in NAMED.findall(functions):
+        if name.endswith(".toml"):
+            assert (ROOT / "paper" / name).is_file(), name
+        elif name.startswith(("bayestrain.", "paper.")):
+            resolve_name(name)
+        else:
+            assert "=" in name, f"{name} is neither a function, nor a preset, nor an argument"
+    assert NAMED.findall(tests)
+    for name in NAMED.findall(tests):
+        path, _, test = name.partition("::")
+        assert (ROOT / path).is_file(), name
+        assert not test or re.search(rf"^ *def {test}\(", (ROOT / path).read_text(), re.MULTILINE), name
+    for name in NAMED.findall(results):
+        assert (RESULTS / name / "summary.json").is_file() or (RESULTS / name).is_file(), name
+
+
+def test_the_commands_for_single_lines_train_something() -> None:
+    assert len(ROWS) >= 20
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    commands = block.replace("\\\n", " ").strip().splitlines()
+    assert len(commands) == 4
+    for line in commands:
+        program, module, name, *words = shlex.split(line)
+        assert (program, module, name) == ("python", "-m", "paper.seeds")
+        parser = ArgumentParser()
+        experiment.options(parser)
+        seeds.add_options(parser)
+        given = parser.parse_args(words)
+        assert experiment.chosen(seeds.for_seed(given, 0), 0).fit.epochs > 0
+        assert not (RESULTS / given.experiment / given.label).exists()

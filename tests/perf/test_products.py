@@ -1,4 +1,4 @@
-"""Every way to multiply by a train computes the same; what inference keeps follows the cores; weights made together."""
+"""Every way to multiply by a train computes the same; what inference keeps follows the cores; priors made together."""
 
 import copy
 from itertools import product
@@ -14,6 +14,9 @@ from bayestrain.nn.fast import fast
 from bayestrain.perf import layers, trains
 from bayestrain.perf.planner import CPU_THREAD, CUDA, Task, Train, cheapest, dense_cost
 from bayestrain.perf.stacks import Stacks, Together
+from bayestrain.perf.tables import FEW, Tables
+from bayestrain.prior.density import newton_step
+from bayestrain.prior.groups import Group
 
 pytestmark = pytest.mark.skipif(fast() is None, reason="perf is switched off")
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -38,7 +41,6 @@ def inputs(own: TensorLayer, rows: int = 5) -> Tensor:
 
 
 def everything(own: TensorLayer, x: Tensor, y: Tensor) -> list[Tensor]:
-    """The output with the gradients of all that goes into it."""
     return [y, *torch.autograd.grad(y.square().sum(), [x, *own.parameters()])]
 
 
@@ -91,16 +93,12 @@ def test_every_chain_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("rank", [2, 40])
 def test_both_forms_of_a_convolution_keep_the_memory_format(channels_last: bool, rank: int) -> None:
-    torch.manual_seed(0)
     own = TensorConv2d(32, 32, 3, padding=1, max_rank=rank).double()
     x = torch.randn(2, 32, 6, 6, dtype=torch.float64)
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     y = own(x)
     torch.testing.assert_close(y, own.to_dense()(x), **CLOSE)
     assert y.is_contiguous(memory_format=torch.channels_last) == channels_last
-
-
-# --- what inference keeps ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["paired", "conv"])
@@ -134,7 +132,7 @@ def test_what_inference_keeps_follows_every_change_of_the_cores(kind: str) -> No
         torch.testing.assert_close(own(x), own.to_dense()(x), rtol=1e-4, atol=1e-4)
 
 
-def test_inference_tensors_and_parametrised_cores_take_the_readable_way() -> None:
+def test_what_takes_the_readable_way() -> None:
     with torch.inference_mode():
         made = layer("paired").eval()
         x = torch.randn(3, 24, dtype=torch.float64)
@@ -142,35 +140,23 @@ def test_inference_tensors_and_parametrised_cores_take_the_readable_way() -> Non
     own = layer("paired")
     nn.utils.parametrize.register_parametrization(own.cores, "0", nn.Identity())
     assert layers.multiply(own, inputs(own)) is None
-
-
-def test_other_formats_and_empty_batches_take_the_readable_way() -> None:
     assert layers.multiply(layer("paired"), torch.zeros(0, 24, dtype=torch.float64)) is None
     for format in bt.formats.FORMATS:
         own = TensorLinear(8, 8, format=format, max_rank=2)
         assert (layers.multiply(own, torch.randn(2, 8)) is None) == (format.name != "tt")
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 PAIRED = Train((5, 5, 5, 5), (7, 4, 7, 4), (625, 784))
 
 
-def test_small_ranks_go_through_a_chain_and_large_ones_form_the_weight() -> None:
+def test_plans() -> None:
     for machine in (CPU_THREAD, CUDA):
         assert cheapest(PAIRED, (1, 20, 400, 20, 1), Task(128), machine).cuts == ()
     for task in (Task(128), Task(1, merged=True, training=False)):
         assert len(cheapest(PAIRED, (1, 4, 2, 3, 1), task, CPU_THREAD).cuts) == 1
-
-
-def test_a_convolution_has_two_forms_by_its_middle_rank() -> None:
     train = Train((1, 1, 1, 8, 16), (9, 8, 16, 1, 1), (128, 128, 3, 3), middle=3, inputs_first=True)
     found = [cheapest(train, (1, 9, 72, rank, 16, 1), Task(8 * 32 * 32), CPU_THREAD).cuts for rank in (8, 120)]
     assert found == [(3,), ()]
-
-
-def test_a_cheaper_way_costs_less_than_the_dense_layer() -> None:
     dense, found = dense_cost(625, 784, Task(128), CPU_THREAD), cheapest(PAIRED, (1, 4, 2, 3, 1), Task(128), CPU_THREAD)
     assert found.seconds < dense.seconds
     assert found.operations < dense.operations
@@ -178,10 +164,7 @@ def test_a_cheaper_way_costs_less_than_the_dense_layer() -> None:
     assert (kind, work < 1, ours < theirs) == ("two factors", True, True)
 
 
-# --- stacks -----------------------------------------------------------------------------------------------------------
-
-
-def test_stacks_pad_with_zeros_and_pass_gradients_on() -> None:
+def test_stacks_and_weights_made_together() -> None:
     weights = {rank: TensorLinear(size, 6, layout="split", max_rank=rank).factorized for rank, size in ((2, 8), (3, 6))}
     stacks = Stacks(weights)
     stacked = stacks()
@@ -192,10 +175,6 @@ def test_stacks_pad_with_zeros_and_pass_gradients_on() -> None:
     sum((k + 1) * stack.sum() for k, stack in enumerate(stacked)).backward()
     for weight in weights.values():
         assert all((core.grad == k + 1).all() for k, core in enumerate(weight.cores))
-
-
-def test_weights_made_together_are_those_made_one_by_one() -> None:
-    torch.manual_seed(0)
     kinds = [TensorLinear(16, 16, in_modes=(4, 4), out_modes=(4, 4), max_rank=r) for r in (16, 12, 16)]
     model = nn.Sequential(*kinds, TensorLinear(16, 8, max_rank=8), kinds[0]).double()
     model.insert(4, nn.Linear(8, 16).double())
@@ -213,3 +192,37 @@ def test_weights_made_together_are_those_made_one_by_one() -> None:
         for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, **CLOSE, msg=name)
     torch.testing.assert_close(model(x).square().sum(), expected, **CLOSE)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(TensorLinear(8, 8, max_rank=2 + k % 3) for k in range(FEW + 1)))
+
+
+def same_as_readable(tables: Tables) -> None:
+    readable = Group(tables.weights, tables.held)
+    torch.testing.assert_close(tables.log_prob(1.0), readable.log_prob(1.0), check_dtype=False)
+    found = []
+    for group in (tables, readable):
+        for weight in group.weights.values():
+            for u in weight.rank_state.log_lambdas:
+                u.fill_(0.5)
+        group.move_(newton_step, sweeps=2)
+        found.append([u.clone() for weight in group.weights.values() for u in weight.rank_state.log_lambdas])
+    torch.testing.assert_close(*found)
+
+
+def test_tables_follow_types_and_leave_others_to_the_readable_group() -> None:
+    model = network()
+    model.append(TensorLinear(8, 8, dtype=torch.float64))
+    tables, rest = bt.RankPrior(model, 10).groups
+    assert (type(tables), list(tables.weights)) == (Tables, [str(k) for k in range(FEW + 1)])
+    assert (type(rest), list(rest.weights)) == (Group, [str(FEW + 1)])
+    same_as_readable(tables)
+    model = network()
+    (tables,) = bt.RankPrior(model, 10).groups
+    same_as_readable(tables)
+    model[1].double()
+    same_as_readable(tables)
+    model.double()
+    same_as_readable(tables)

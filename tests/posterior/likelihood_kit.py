@@ -11,8 +11,6 @@ from bayestrain.posterior import ClassPrediction, Likelihood, Posterior, Regress
 
 
 class Particle(nn.Module):
-    """A network with its likelihood."""
-
     def __init__(self, width: int | None, likelihood: Likelihood) -> None:
         super().__init__()
         self.network: nn.Module = nn.Linear(4, width or 1)

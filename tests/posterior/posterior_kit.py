@@ -43,7 +43,5 @@ def rank_prior(model: nn.Module) -> bt.RankPrior:
 def assert_same(one: bt.Posterior, other: bt.Posterior, **tolerance: float) -> None:
     """All tensors of the particles, bit for bit unless a tolerance is given."""
     for kind in ("particles", "carried"):
-        ours, theirs = getattr(one, kind), getattr(other, kind)
-        assert ours.keys() == theirs.keys()
-        for name, tensor in ours.items():
-            torch.testing.assert_close(tensor, theirs[name], **(tolerance or {"rtol": 0.0, "atol": 0.0}), msg=name)
+        ours, theirs = (dict(getattr(each, kind)) for each in (one, other))
+        torch.testing.assert_close(ours, theirs, **(tolerance or {"rtol": 0, "atol": 0}))

@@ -66,13 +66,18 @@ def test_total_is_aleatoric_plus_epistemic_and_all_have_their_bounds(probs: Tens
     torch.testing.assert_close(*same.interval(0.5))
 
 
-def test_reasons() -> None:
+def test_reasons_and_probabilities_of_zero() -> None:
     eye = torch.eye(4)[:, None, :]  # four particles, each confident, each of another class
     assert ClassPrediction(eye).reasons() == ["particles disagree"]
     assert float(ClassPrediction(eye).disagreement) == 0.75
     torch.testing.assert_close(ClassPrediction(eye).epistemic, torch.full((1,), math.log(4), dtype=torch.float64))
     flat, sure = torch.full((4, 1, 4), 0.25), torch.eye(4)[:1].expand(4, 1, 4)
     assert ClassPrediction(torch.cat([flat, sure], dim=1)).reasons() == ["ambiguous input", "clear"]
+    prediction = ClassPrediction(torch.tensor([[[1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]]]))
+    assert float(prediction.total) == 0.0
+    scores = prediction.metrics(torch.tensor([1]))
+    assert all(np.isfinite(list(scores.values())))
+    assert prediction.log_likelihood(torch.tensor([1])) == scores["log_likelihood"] < -600
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
@@ -98,14 +103,6 @@ def test_likelihoods_are_plain_sums_and_metrics_those_of_the_mean() -> None:
     assert found["mean_log_likelihood"] == PREDICTION.mean_log_likelihood(LABELS)
 
 
-def test_a_probability_of_zero_keeps_everything_finite() -> None:
-    prediction = ClassPrediction(torch.tensor([[[1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]]]))
-    assert float(prediction.total) == 0.0
-    scores = prediction.metrics(torch.tensor([1]))
-    assert all(np.isfinite(list(scores.values())))
-    assert prediction.log_likelihood(torch.tensor([1])) == scores["log_likelihood"] < -600
-
-
 def test_particles_keep_their_precision_and_lose_their_graph() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         prediction = ClassPrediction(PROBS.to(dtype).requires_grad_())
@@ -115,46 +112,37 @@ def test_particles_keep_their_precision_and_lose_their_graph() -> None:
         assert np.isfinite(prediction.metrics(LABELS)["ece"])
     assert repr(ClassPrediction(PROBS[:, :0])) == "ClassPrediction(particles=5, inputs=0)"
     with pytest.raises(dataclasses.FrozenInstanceError):
-        PREDICTION.particle_probabilities = PROBS  # type: ignore[misc]
+        PREDICTION.particle_probabilities = PROBS
 
 
 LOGITS = PROBS.clone()
 LOGITS[3, 4] = torch.tensor([-1.0, 0.5, 2.5])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda: ClassPrediction(PROBS[0]), r"at least 2 classes .* got \(7, 3\)"),
-        (lambda: ClassPrediction(PROBS[:0]), r"\(particles, inputs.*got torch.float64 \(0, 7, 3\)"),
-        (lambda: ClassPrediction(LOGITS), r"sum to 1, got \(5, 7, 3\) with 1 rows that do not.*softmax"),
-        (lambda: ClassPrediction(torch.full((1, 1, 2), torch.nan)), "2 of them not finite"),
-        (lambda: ClassPrediction(torch.eye(3, dtype=torch.int64)[None]), "floating-point numbers .* got torch.int64"),
-        (lambda: ClassPrediction(PROBS, 0.0), "temperature must be positive"),
-        (lambda: PREDICTION.interval(90), "between 0 and 1, got 90. Try level=0.9"),
-        (lambda: PREDICTION.log_likelihood(LABELS[:6]), r"torch.int64 of shape \(6,\) for 7 inputs"),
-        (
-            lambda: PREDICTION.log_likelihood(torch.eye(3)[LABELS].long()),
-            r"shape \(7, 3\) .*argmax\(1\) for one-hot rows",
-        ),
-        (lambda: PREDICTION.metrics(LABELS.float()), r"got torch.float32 .*labels.long\(\)"),
-        (lambda: PREDICTION.mean_log_likelihood(LABELS + 1), "between 0 and 2, got 1 to 3"),
-        (lambda: ClassPrediction(PROBS[:, :0]).metrics(LABELS[:0]), "at least one input"),
-        (lambda: fit_temperature(PROBS, LABELS[:5]), r"shape \(5,\) for 7 inputs"),
-        (lambda: ClassPrediction.cat([]), "of one posterior"),
-        (lambda: ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS[:2])]), r"\(5, 3\).*\(2, 3\)"),
-        (lambda: ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS, 2.0)]), "one temperature"),
-        (lambda: auroc(torch.tensor([]), torch.ones(1)), "at least one score inside and one outside"),
-        (lambda: auroc(torch.ones(1), torch.tensor([])), "at least one score inside and one outside"),
-        (lambda: auroc(torch.ones(1), torch.tensor([1.0, math.nan])), "none may be NaN"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    (lambda: ClassPrediction(PROBS[0]), r"at least 2 classes .* got \(7, 3\)"),
+    (lambda: ClassPrediction(PROBS[:0]), r"\(particles, inputs.*got torch.float64 \(0, 7, 3\)"),
+    (lambda: ClassPrediction(LOGITS), r"sum to 1, got \(5, 7, 3\) with 1 rows that do not.*softmax"),
+    (lambda: ClassPrediction(torch.full((1, 1, 2), torch.nan)), "2 of them not finite"),
+    (lambda: ClassPrediction(torch.eye(3, dtype=torch.int64)[None]), "floating-point numbers .* got torch.int64"),
+    (lambda: ClassPrediction(PROBS, 0.0), "temperature must be positive"),
+    (lambda: PREDICTION.interval(90), "between 0 and 1, got 90. Try level=0.9"),
+    (lambda: PREDICTION.log_likelihood(LABELS[:6]), r"torch.int64 of shape \(6,\) for 7 inputs"),
+    (lambda: PREDICTION.log_likelihood(torch.eye(3)[LABELS].long()), r"shape \(7, 3\) .*argmax\(1\) for one-hot"),
+    (lambda: PREDICTION.metrics(LABELS.float()), r"got torch.float32 .*labels.long\(\)"),
+    (lambda: PREDICTION.mean_log_likelihood(LABELS + 1), "between 0 and 2, got 1 to 3"),
+    (lambda: ClassPrediction(PROBS[:, :0]).metrics(LABELS[:0]), "at least one input"),
+    (lambda: fit_temperature(PROBS, LABELS[:5]), r"shape \(5,\) for 7 inputs"),
+    (lambda: ClassPrediction.cat([]), "of one posterior"),
+    (lambda: ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS[:2])]), r"\(5, 3\).*\(2, 3\)"),
+    (lambda: ClassPrediction.cat([PREDICTION, ClassPrediction(PROBS, 2.0)]), "one temperature"),
+    (lambda: auroc(torch.tensor([]), torch.ones(1)), "at least one score inside and one outside"),
+    (lambda: auroc(torch.ones(1), torch.tensor([])), "at least one score inside and one outside"),
+    (lambda: auroc(torch.ones(1), torch.tensor([1.0, math.nan])), "none may be NaN"),
+])  # fmt: skip
 def test_errors_say_what_to_do(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises((ConfigError, ShapeError), match=said):
         wrong()
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_against_plain_loops() -> None:
@@ -184,9 +172,6 @@ def test_auroc_counts_all_pairs(inside: list[float], outside: list[float]) -> No
     found = auroc(torch.tensor(inside), torch.tensor(outside).double())
     assert found == pytest.approx(statistics.mean(pairs))
     assert found + auroc(torch.tensor(outside), torch.tensor(inside)) == pytest.approx(1.0)
-
-
-# --- calibration ------------------------------------------------------------------------------------------------------
 
 
 def mixture(sharpness: float, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -97,64 +97,12 @@ def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
     return -(outputs - targets).abs()
 
 
-def test_a_likelihood_by_name_or_function() -> None:
+def test_likelihoods_by_name_or_function_and_learned_noise() -> None:
     assert isinstance(as_likelihood("classification"), Classification)
     assert isinstance(as_likelihood("regression"), Regression)
     own = Regression(0.1)
     assert as_likelihood(own) is own
     assert as_likelihood(absolute).log_prob(torch.zeros(3), torch.ones(3)).tolist() == [-1, -1, -1]
-
-
-CLASSES, REGRESSION, OUTPUTS, TARGETS = Classification(), Regression(), torch.randn(5, 3), torch.randn(5)
-
-
-def returning(values: Any) -> Any:
-    return FunctionLikelihood(lambda *_: values).log_prob(torch.zeros(5), torch.zeros(5))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        *((lambda own=own: as_likelihood(own), f'"regression", a Likelihood, or a function .* got {own!r}')
-          for own in ("poisson", 3, None)),
-        (lambda: FunctionLikelihood(absolute).prediction({}), r"does not say what to predict.*posterior\.outputs"),
-        (lambda: returning(torch.zeros(())), r'shape \(5,\), got torch.Size\(\[\]\).*reduction="none"'),
-        (lambda: returning(torch.zeros(5, 3)), r"got torch.Size\(\[5, 3\]\).*values.flatten\(1\).sum\(1\)"),
-        (lambda: returning(torch.zeros(5, 1)), r"shape \(5,\), got torch.Size\(\[5, 1\]\)"),
-        (lambda: returning(1.0), r"shape \(5,\), got 1.0"),
-        (lambda: vmap(lambda row: FunctionLikelihood(lambda o, _: o.sum()).log_prob(row, TARGETS[:3]))(OUTPUTS),
-         r"shape \(3,\), got torch.Size\(\[\]\)"),
-        (lambda: CLASSES.log_prob((OUTPUTS,), LABELS), "must return one tensor, got tuple"),
-        (lambda: CLASSES(OUTPUTS, torch.eye(3)[LABELS]), r"shape \(5, 3\) for 5 inputs.*labels.argmax\(1\)"),
-        (lambda: vmap(lambda outputs: CLASSES(outputs, LABELS))(torch.randn(4, 5, 1)), r"2 classes, got \(5, 1\).*two"),
-        (lambda: CLASSES.describe(torch.randn(5, 3, 2)), r"got \(5, 3, 2\)"),
-        (lambda: CLASSES(OUTPUTS, LABELS.float()), r"got torch.float32 .*labels.long\(\)"),
-        (lambda: CLASSES(OUTPUTS, torch.full((5,), -100)), "between 0 and 2, got -100 to -100"),  # none is ignored
-        (lambda: REGRESSION(OUTPUTS[:, :1], TARGETS), r"\(5, 1\), got \(5,\). For one output .* targets\[:, None\]"),
-        (lambda: vmap(lambda o: REGRESSION(o, TARGETS))(torch.randn(4, 5, 1)), r"outputs, \(5, 1\), got \(5,\)"),
-        (lambda: REGRESSION.describe(torch.randn(5, 3, 2)), r"\(B, K\), got \(5, 3, 2\).*flatten\(1\)"),
-        *((lambda own=own: Classification(own), "temperature must be positive and finite")
-          for own in (0.0, -1.0, math.inf, math.nan)),
-        *((lambda own=own: Regression(own), "positive and finite, got .* Omit it to learn it")
-          for own in (0.0, -1.0, math.inf, math.nan)),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_used_is_refused_also_under_vmap(wrong: Callable[[], object], said: str) -> None:
-    with pytest.raises((ConfigError, ShapeError), match=said):
-        wrong()
-
-
-def test_labels_may_be_of_any_integer_type() -> None:
-    assert torch.equal(CLASSES(OUTPUTS, LABELS), CLASSES(OUTPUTS, LABELS.to(torch.uint8)))
-
-
-def test_a_confident_error_keeps_its_log_likelihood() -> None:
-    described = Classification().describe(torch.tensor([[0.0, 300.0]]))
-    prediction = Classification().prediction({"probabilities": described["probabilities"][None]})
-    assert prediction.log_likelihood(torch.tensor([0])) == pytest.approx(-300.0)
-
-
-def test_noise_is_learned_unless_it_is_given() -> None:
     assert [name for name, _ in Regression().named_parameters()] == ["log_variance"]
     assert not list(Regression(0.1).parameters())
     likelihood, residuals = Regression(), 0.2 * torch.randn(500)
@@ -164,3 +112,46 @@ def test_noise_is_learned_unless_it_is_given() -> None:
         (-likelihood(torch.zeros(500), residuals).mean()).backward()
         optimizer.step()
     assert likelihood.log_variance.exp().item() == pytest.approx(float(residuals.square().mean()), rel=1e-2)
+
+
+CLASSES, REGRESSION, OUTPUTS, TARGETS = Classification(), Regression(), torch.randn(5, 3), torch.randn(5)
+
+
+def returning(values: Any) -> Any:
+    return FunctionLikelihood(lambda *_: values).log_prob(torch.zeros(5), torch.zeros(5))
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    *((lambda own=own: as_likelihood(own), f'"regression", a Likelihood, or a function .* got {own!r}')
+      for own in ("poisson", 3, None)),
+    (lambda: FunctionLikelihood(absolute).prediction({}), r"does not say what to predict.*posterior\.outputs"),
+    (lambda: returning(torch.zeros(())), r'shape \(5,\), got torch.Size\(\[\]\).*reduction="none"'),
+    (lambda: returning(torch.zeros(5, 3)), r"got torch.Size\(\[5, 3\]\).*values.flatten\(1\).sum\(1\)"),
+    (lambda: returning(torch.zeros(5, 1)), r"shape \(5,\), got torch.Size\(\[5, 1\]\)"),
+    (lambda: returning(1.0), r"shape \(5,\), got 1.0"),
+    (lambda: vmap(lambda row: FunctionLikelihood(lambda o, _: o.sum()).log_prob(row, TARGETS[:3]))(OUTPUTS),
+     r"shape \(3,\), got torch.Size\(\[\]\)"),
+    (lambda: CLASSES.log_prob((OUTPUTS,), LABELS), "must return one tensor, got tuple"),
+    (lambda: CLASSES(OUTPUTS, torch.eye(3)[LABELS]), r"shape \(5, 3\) for 5 inputs.*labels.argmax\(1\)"),
+    (lambda: vmap(lambda outputs: CLASSES(outputs, LABELS))(torch.randn(4, 5, 1)), r"2 classes, got \(5, 1\).*two"),
+    (lambda: CLASSES.describe(torch.randn(5, 3, 2)), r"got \(5, 3, 2\)"),
+    (lambda: CLASSES(OUTPUTS, LABELS.float()), r"got torch.float32 .*labels.long\(\)"),
+    (lambda: CLASSES(OUTPUTS, torch.full((5,), -100)), "between 0 and 2, got -100 to -100"),  # none is ignored
+    (lambda: REGRESSION(OUTPUTS[:, :1], TARGETS), r"\(5, 1\), got \(5,\). For one output .* targets\[:, None\]"),
+    (lambda: vmap(lambda o: REGRESSION(o, TARGETS))(torch.randn(4, 5, 1)), r"outputs, \(5, 1\), got \(5,\)"),
+    (lambda: REGRESSION.describe(torch.randn(5, 3, 2)), r"\(B, K\), got \(5, 3, 2\).*flatten\(1\)"),
+    *((lambda own=own: Classification(own), "temperature must be positive and finite")
+      for own in (0.0, -1.0, math.inf, math.nan)),
+    *((lambda own=own: Regression(own), "positive and finite, got .* Omit it to learn it")
+      for own in (0.0, -1.0, math.inf, math.nan)),
+])  # fmt: skip
+def test_what_cannot_be_used_is_refused_also_under_vmap(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises((ConfigError, ShapeError), match=said):
+        wrong()
+
+
+def test_labels_of_any_integer_type_and_confident_errors() -> None:
+    assert torch.equal(CLASSES(OUTPUTS, LABELS), CLASSES(OUTPUTS, LABELS.to(torch.uint8)))
+    described = Classification().describe(torch.tensor([[0.0, 300.0]]))
+    prediction = Classification().prediction({"probabilities": described["probabilities"][None]})
+    assert prediction.log_likelihood(torch.tensor([0])) == pytest.approx(-300.0)

@@ -24,8 +24,6 @@ def batch(size: int = 64) -> tuple[Tensor, Tensor]:
 
 
 class Watched(nn.Module):
-    """Keeps weak references to its activations."""
-
     seen: list[weakref.ref[Tensor]] = []  # noqa: RUF012
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +33,7 @@ class Watched(nn.Module):
 
 
 @needs_perf
-def test_particles_that_cannot_fit_are_refused_before_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_fit_is_refused_before_it_is_built_or_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 
     def build() -> nn.Module:
@@ -51,6 +49,17 @@ def test_particles_that_cannot_fit_are_refused_before_they_are_built(monkeypatch
     with pytest.raises(ConfigError, match=message):
         around(wide(), 10**9)
     assert len(independent(build, 7)) == 7
+    # Free memory is set to a small figure: the machine's own would take terabytes to exhaust.
+    each = sum(p.numel() for p in wide().parameters()) * 4 * 4
+    monkeypatch.setattr(fast().memory, "available_bytes", lambda _: 10 * each)
+    with pytest.raises(ConfigError, match=r"cannot fit: 50 particles need about .* free.*Use at most \d+ particles"):
+        Posterior(independent(wide, 50), 100).step(*batch(8))
+    posterior = Posterior(independent(wide, 6), 100, chunk=6)
+    with pytest.raises(ConfigError, match=r"(?s)cannot fit.*activations of 6 particles.*Use chunk=\d|smaller batches"):
+        posterior.step(*batch(5_000))
+    posterior = Posterior(independent(wide, 4), 100)
+    posterior.step(*batch(8))
+    assert posterior._training_chunk is not None
 
 
 def test_estimates_steps_and_predictions_keep_no_activation_alive() -> None:
@@ -71,22 +80,7 @@ def test_estimates_steps_and_predictions_keep_no_activation_alive() -> None:
 
 
 @needs_perf
-def test_what_cannot_fit_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory is set to a small figure: the machine's own would take terabytes to exhaust."""
-    each = sum(p.numel() for p in wide().parameters()) * 4 * 4
-    monkeypatch.setattr(fast().memory, "available_bytes", lambda _: 10 * each)
-    with pytest.raises(ConfigError, match=r"cannot fit: 50 particles need about .* free.*Use at most \d+ particles"):
-        Posterior(independent(wide, 50), 100).step(*batch(8))
-    posterior = Posterior(independent(wide, 6), 100, chunk=6)
-    with pytest.raises(ConfigError, match=r"(?s)cannot fit.*activations of 6 particles.*Use chunk=\d|smaller batches"):
-        posterior.step(*batch(5_000))
-    posterior = Posterior(independent(wide, 4), 100)
-    posterior.step(*batch(8))
-    assert posterior._training_chunk is not None
-
-
-@needs_perf
-def test_activations_grow_with_the_batch_and_set_the_chunk() -> None:
+def test_estimates_grow_with_the_batch_leave_no_trace_and_follow_compaction() -> None:
     posterior = Posterior(independent(wide, 40), 100)
     small, large = posterior.estimate_memory(*batch(10)), posterior.estimate_memory(*batch(10_000))
     assert large.per_particle > 100 * small.per_particle
@@ -94,9 +88,6 @@ def test_activations_grow_with_the_batch_and_set_the_chunk() -> None:
     assert 1 <= large.chunk < 40  # a CPU's cache
     assert Posterior(independent(wide, 6), 100, chunk=4).estimate_memory(*batch()).chunk == 4
 
-
-@needs_perf
-def test_an_estimate_leaves_no_trace_and_follows_compaction() -> None:
     def build() -> nn.Module:
         layers = bt.TensorLinear(100, 60, max_rank=8), nn.BatchNorm1d(60), nn.Dropout(), nn.Linear(60, 10)
         return nn.Sequential(*layers)
@@ -106,8 +97,7 @@ def test_an_estimate_leaves_no_trace_and_follows_compaction() -> None:
     state = torch.get_rng_state()
     before = posterior.estimate_memory(x, y)
     assert torch.equal(torch.get_rng_state(), state)
-    for name, tensor in {**posterior.particles, **posterior.carried}.items():
-        assert torch.equal(tensor, tensors[name])
+    torch.testing.assert_close({**posterior.particles, **posterior.carried}, tensors, rtol=0, atol=0)
     posterior.step(x, y)
     posterior.compact_(0.6)
     posterior.step(x, y)

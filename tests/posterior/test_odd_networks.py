@@ -43,8 +43,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x).relu())[:, :3]
-        return out
+        return self.second(self.first(x).relu())[:, :3]
 
 
 class Branched(nn.Module):
@@ -59,8 +58,7 @@ class Branched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
-        out: Tensor = self.one(hidden) + self.other(hidden)
-        return out
+        return self.one(hidden) + self.other(hidden)
 
 
 def factorized_branched() -> nn.Module:
@@ -83,24 +81,21 @@ def test_modules_and_weights_may_be_used_twice(build: Callable[[], nn.Module]) -
     assert_same(posterior, resumed)
 
 
-def test_buffers_that_no_state_dict_saves_are_part_of_a_posteriors_state() -> None:
+def test_buffers_and_references_are_a_particles_own() -> None:
     class Shifted(nn.Linear):
         def __init__(self) -> None:
             super().__init__(12, 3)
             self.register_buffer("shift", torch.randn(3), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.shift  # type: ignore[operator]
+            return super().forward(x) + self.shift
 
     begun, resumed = (Posterior(independent(Shifted, 2, seed=seed), NUM_DATA) for seed in (0, 1))
     begun.step(*batch())
     resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
     assert torch.equal(resumed.outputs(batch()[0]), begun.outputs(batch()[0]))
 
-
-def test_modules_may_refer_to_each_other_outside_the_module_tree() -> None:
-    """A copy to predict with must refer to itself, not to the template."""
-
+    # A copy to predict with must refer to itself, not to the template.
     class Indirect(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,11 +103,10 @@ def test_modules_may_refer_to_each_other_outside_the_module_tree() -> None:
             self.steps = [self.run, [self.layer]]
 
         def run(self, x: Tensor) -> Tensor:
-            out: Tensor = self.steps[1][0](x)  # type: ignore[index]
-            return out
+            return self.steps[1][0](x)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.steps[0](x)  # type: ignore[operator,no-any-return]
+            return self.steps[0](x)
 
     assert_predicts_as_its_particles(Posterior(independent(Indirect, 3), NUM_DATA, optimizer=adam))
 
@@ -126,7 +120,7 @@ def half_frozen(cores: bool = False) -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), bt.TensorLinear(8, 3, max_rank=3))
 
 
-def test_frozen_parameters_are_shared_and_must_be_the_same() -> None:
+def test_frozen_parameters_are_shared_and_some_networks_are_refused_by_name() -> None:
     posterior = Posterior(independent(half_frozen, 3), NUM_DATA, optimizer=adam)
     assert not any(name.startswith("model.0.factorized.cores") for name in posterior.particles)
     assert_predicts_as_its_particles(posterior)
@@ -143,26 +137,34 @@ def test_frozen_parameters_are_shared_and_must_be_the_same() -> None:
     with pytest.raises(ConfigError, match=r"Layer '0' has cores that train and cores that are frozen"):
         in_part.compact_(0.5)
 
+    def averaging() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
 
-def test_dropout_draws_for_every_particle_and_is_off_in_predictions() -> None:
+    with pytest.raises(ConfigError, match=r"'1' averages its statistics.*refresh_statistics"):
+        Posterior(independent(averaging, 2), NUM_DATA)
+
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x
+
+    posterior = Posterior(independent(lambda: Two(12, 3), 2), NUM_DATA)
+    with pytest.raises(ConfigError, match="one tensor, got tuple"):
+        posterior.step(*batch())
+
+
+def test_dropout_noise_and_grey_images() -> None:
     start = nn.Sequential(nn.Linear(12, 40), nn.Dropout(0.5), nn.Linear(40, 3))
     posterior = Posterior([copy.deepcopy(start) for _ in range(3)], NUM_DATA, method="ensemble", optimizer=adam)
     x, y = batch()
     outputs = posterior.outputs(x)
     assert torch.equal(outputs[0], outputs[2])
     assert len(set(posterior.step(x, y).log_likelihood.tolist())) == 3
-
-
-def test_learned_noise_has_the_networks_precision() -> None:
-    posterior = Posterior(
-        independent(lambda: nn.Linear(12, 1).double(), 3), NUM_DATA, likelihood="regression", optimizer=adam
-    )
+    networks = independent(lambda: nn.Linear(12, 1).double(), 3)
+    posterior = Posterior(networks, NUM_DATA, likelihood="regression", optimizer=adam)
     x, _ = batch()
     posterior.step(x.double(), x[:, :1].double())
     assert posterior.particles["likelihood.log_variance"].dtype == torch.float64
 
-
-def test_grey_images_may_lie_channels_last() -> None:
     def build() -> nn.Module:
         body = nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()
         return nn.Sequential(*body, nn.Linear(8, 3))
@@ -187,9 +189,6 @@ def test_a_batch_that_breaks_a_particle_does_not_count_for_its_batch_norm() -> N
     assert (posterior.carried["model.1.running_var"] != 1).all(1).tolist() == [True, False, True]
 
 
-# --- what torch.vmap does not support ---------------------------------------------------------------------------------
-
-
 class Remembering(nn.Module):
     """An LSTM over the 12 inputs as a sequence, behind a factorised layer."""
 
@@ -199,8 +198,7 @@ class Remembering(nn.Module):
         self.out = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.lstm(self.embed(x)[:, :, None])[0][:, -1])
-        return out
+        return self.out(self.lstm(self.embed(x)[:, :, None])[0][:, -1])
 
 
 class Branching(nn.Linear):
@@ -209,9 +207,7 @@ class Branching(nn.Linear):
 
 
 @pytest.mark.parametrize("build", [Remembering, lambda: Branching(12, 3)])
-def test_a_network_vmap_cannot_run_is_refused_in_plain_words_and_runs_one_by_one(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_a_network_that_vmap_cannot_run_runs_one_by_one(build: Callable[[], nn.Module]) -> None:
     x, y = batch()
     posterior = Posterior(independent(build, 2), NUM_DATA, optimizer=sgd)
     for run in (lambda: posterior.step(x, y), lambda: posterior.predict(x)):
@@ -220,7 +216,7 @@ def test_a_network_vmap_cannot_run_is_refused_in_plain_words_and_runs_one_by_one
     posterior = Posterior(independent(build, 3), NUM_DATA, optimizer=sgd, method="ensemble", chunk=1)
     networks = independent(build, 3)
     optimizers = [torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9) for network in networks]
-    make = bt.RankPrior if build is Remembering else bt.prior.NormalPrior  # type: ignore[attr-defined]
+    make = bt.RankPrior if build is Remembering else bt.prior.NormalPrior
     priors = [make(network, NUM_DATA) for network in networks]
     for _ in range(4):
         posterior.step(x, y)
@@ -232,22 +228,6 @@ def test_a_network_vmap_cannot_run_is_refused_in_plain_words_and_runs_one_by_one
     with torch.no_grad():
         expected = torch.stack([network(x) for network in networks])
     torch.testing.assert_close(posterior.outputs(x), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_networks_that_cannot_be_particles_are_refused_by_name() -> None:
-    def averaging() -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
-
-    with pytest.raises(ConfigError, match=r"'1' averages its statistics.*refresh_statistics"):
-        Posterior(independent(averaging, 2), NUM_DATA)
-
-    class Two(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x
-
-    posterior = Posterior(independent(lambda: Two(12, 3), 2), NUM_DATA)
-    with pytest.raises(ConfigError, match="one tensor, got tuple"):
-        posterior.step(*batch())
 
 
 class Recomputing(nn.Module):
@@ -262,15 +242,13 @@ class Recomputing(nn.Module):
         def part(inputs: Tensor) -> Tensor:
             return torch.tanh(inputs @ self.hidden.weight.mT if self.bare else self.hidden(inputs))
 
-        return self.last(checkpoint(part, self.first(x), use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+        return self.last(checkpoint(part, self.first(x), use_reentrant=self.reentrant))
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_network_that_recomputes_in_the_backward_pass_is_refused(
-    bare: bool, reentrant: bool, chunk: int | None
-) -> None:
+def test_a_network_that_recomputes_going_back_is_refused(bare: bool, reentrant: bool, chunk: int | None) -> None:
     """Its gradients would be those of other weights."""
     posterior, fresh = (
         Posterior(independent(lambda: Recomputing(bare, reentrant), 3), NUM_DATA, optimizer=adam, chunk=chunk)

@@ -62,10 +62,7 @@ def test_all_at_once_is_the_same_as_one_by_one(network: str, method: str) -> Non
         loop.step(x, y)
     assert together.prior.steps == loop.priors[0].steps == 8
     for i, model in enumerate(loop.networks):
-        ours, theirs = together.particle(i).state_dict(), model.state_dict()
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(together.particle(i).state_dict(), model.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 class Branching(formats.TensorTrain):
@@ -143,20 +140,18 @@ def test_every_method_learns_saves_and_resumes_exactly(method: str, tmp_path: Pa
     assert_same(begun, again)
 
 
-@pytest.mark.parametrize(
-    ("n", "options", "said"),
-    [
-        (0, {}, "svgd needs at least 2 .* got 0"),
-        (2, {"method": "vi"}, "method must be one of"),
-        (2, {"method": "sgld", "optimizer": adam}, "sgld has no option 'optimizer'"),
-        (2, {"method": "ensemble", "kernel": infer.rbf}, "ensemble has no option 'kernel'"),
-        (2, {"num_data": 0}, "num_data must be an integer of at least 1, got 0"),
-        (2, {"chunk": 0}, "chunk must be an integer of at least 1, got 0"),
-        (2, {"method": "sgld", "step": 3}, "sgld has no option 'step'"),
-        (2, {"clip": 0.0}, "clip must be positive"),
-        (2, {"likelihood": "poisson"}, "likelihood must be"),
-    ],
-)
+@pytest.mark.parametrize(("n", "options", "said"), [
+    (1, {}, "svgd needs at least 2 .* got 1"),
+    (0, {"method": "ensemble"}, "ensemble needs at least 1 .* got 0"),
+    (2, {"method": "vi"}, "method must be one of"),
+    (2, {"method": "sgld", "optimizer": adam}, "sgld has no option 'optimizer'"),
+    (2, {"method": "ensemble", "kernel": infer.rbf}, "ensemble has no option 'kernel'"),
+    (2, {"num_data": 0}, "num_data must be an integer of at least 1, got 0"),
+    (2, {"chunk": 0}, "chunk must be an integer of at least 1, got 0"),
+    (2, {"method": "sgld", "step": 3}, "sgld has no option 'step'"),
+    (2, {"clip": 0.0}, "clip must be positive"),
+    (2, {"likelihood": "poisson"}, "likelihood must be"),
+])  # fmt: skip
 def test_bad_arguments_are_refused_at_once(n: int, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         Posterior([perceptron() for _ in range(n)], **{"num_data": NUM_DATA, **options})
@@ -211,11 +206,11 @@ def test_the_posterior_predicts_what_its_particles_predict() -> None:
     assert torch.equal(moved.mean, found.mean)
     for size in (0, 2.5):
         with pytest.raises(ConfigError, match=f"batch_size must be an integer of at least 1, got {size}"):
-            posterior.predict(x, batch_size=size)  # type: ignore[arg-type]
+            posterior.predict(x, batch_size=size)
     with pytest.raises(ConfigError, match=r"at least one input, got shape \(0, 2, 4, 4\)"):
         posterior.predict(x[:0])
     with pytest.raises(ConfigError, match=r"must be a tensor .* got a ndarray"):
-        posterior.predict(x.numpy())  # type: ignore[arg-type]
+        posterior.predict(x.numpy())
     with pytest.raises(ConfigError, match="from 0 to 2, got 3"):
         posterior.particle(3)
 
@@ -228,8 +223,6 @@ def test_calibration_finds_a_temperature_and_keeps_the_classes() -> None:
     plain = posterior.predict(x)
     assert posterior.calibrate_(x, y) < 1.0  # fitted to its training data, it may be more confident
     after = posterior.predict(x)
-    assert isinstance(plain, ClassPrediction)
-    assert isinstance(after, ClassPrediction)
     assert after.log_likelihood(y) > plain.log_likelihood(y)
     assert torch.equal(after.classes, plain.classes)
     torch.testing.assert_close(after.epistemic, plain.epistemic)
@@ -258,7 +251,7 @@ def test_batch_norm_statistics_are_estimated_again_per_particle() -> None:
     assert posterior.template.training
 
 
-def test_starts_are_reproducible_apart_and_leave_the_global_generator_alone() -> None:
+def test_starts_are_reproducible_and_the_users_networks_stay_as_they_are() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, two = independent(perceptron, 3, seed=7), independent(perceptron, 3, seed=7)
@@ -271,9 +264,6 @@ def test_starts_are_reproducible_apart_and_leave_the_global_generator_alone() ->
         assert 0.003 < float(away) < 0.03
     with pytest.raises(ConfigError, match="scale must be positive"):
         around(one[0], 3, scale=0.0)
-
-
-def test_the_users_networks_stay_as_they_are() -> None:
     models = independent(convnet, 3)
     models[0].eval()
     before = [copy.deepcopy(model.state_dict()) for model in models]
@@ -282,8 +272,7 @@ def test_the_users_networks_stay_as_they_are() -> None:
     posterior.compact_(0.5)
     assert not models[0].training
     for model, state in zip(models, before, strict=True):
-        assert model.state_dict().keys() == state.keys()
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
 
 
 def test_compaction_to_a_budget_and_fixed_ranks_have_another_prior() -> None:
@@ -299,6 +288,6 @@ def test_compaction_to_a_budget_and_fixed_ranks_have_another_prior() -> None:
     assert not any("rank_state" in name for name in (*posterior.carried, *posterior.template.state_dict()))
     assert not posterior.method.optimizer.state
     posterior.step(*batch())
-    prior = bt.prior.NormalPrior(posterior.particle(1), NUM_DATA, variance=7.0)  # type: ignore[attr-defined]
+    prior = bt.prior.NormalPrior(posterior.particle(1), NUM_DATA, variance=7.0)
     posterior.method.optimizer.param_groups[0]["lr"] = 0.0
     torch.testing.assert_close(posterior.step(*batch()).log_prior[1], prior.log_prob().detach())

@@ -1,7 +1,7 @@
 """A posterior's state: one that fits is restored, any other is refused before anything changes."""
 
 import copy
-from collections.abc import Callable
+import math
 from typing import Any
 
 import pytest
@@ -48,62 +48,41 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-Damage = Callable[[dict[str, Any]], Any]
-
-DAMAGES: dict[str, Damage] = {
-    "no prior": lambda s: s.pop("prior"),
-    "no temperature": lambda s: s.pop("temperature"),
-    "no temperature at all": lambda s: s.update(temperature="warm"),
-    "no buffers": lambda s: s.pop("carried"),
-    "no step count": lambda s: s["method"].pop("steps"),
-    "no noted failures": lambda s: s["method"].pop("broken"),
-    "another method": lambda s: s["method"].update(method="ensemble"),
-    "another optimiser": lambda s: s["method"]["optimizer"]["param_groups"][0].pop("betas"),
-    "no optimiser groups": lambda s: s["method"]["optimizer"].update(param_groups=[]),
-    "fewer optimised tensors": lambda s: s["method"]["optimizer"]["param_groups"][0]["params"].pop(),
-    "a core of other modes": lambda s: _replace(s, "particles", "model.0.factorized.cores.0", (3, 5, 3)),
-    "cores that do not fit": lambda s: _replace(s, "particles", "model.0.factorized.cores.0", (3, 4, 2)),
-    "a lambda of another rank": lambda s: _replace(s, "carried", "model.0.factorized.rank_state.log_lambda_0", (3, 5)),
-    "a bias of another size": lambda s: _replace(s, "particles", "model.3.bias", (3, 7)),
-    "statistics of another size": lambda s: _replace(s, "carried", "model.1.running_mean", (3, 7)),
-    "a missing tensor": lambda s: s["method"]["particles"].pop("model.3.bias"),
-    "one particle more": lambda s: _replace(s, "particles", "model.3.bias", (4, 2)),
-    "a bad temperature": lambda s: s.update(temperature=-1.0),
-    "a prior without a weight": lambda s: s["prior"].pop("weight"),
-    "an unusable weight": lambda s: s["prior"].update(weight="heavy"),
-    "a negative weight": lambda s: s["prior"].update(weight=-1.0),
-    "infinitely many steps of the prior": lambda s: s["prior"].update(steps=1e400),
-    "less than no steps of the prior": lambda s: s["prior"].update(steps=-1),
-    "no number of steps": lambda s: s["method"].update(steps="many"),
-    "infinitely many steps": lambda s: s["method"].update(steps=1e400),
-    "less than no steps": lambda s: s["method"].update(steps=-1),
-    "failures of another shape": lambda s: s["method"].update(broken=torch.zeros(3, 2)),
-    "no moments": lambda s: s["method"]["optimizer"].update(state=5),
-    "moments that are a number": lambda s: s["method"]["optimizer"]["state"].update({5: 1e400}),
-    "moments of another shape": lambda s: s["method"]["optimizer"]["state"][0].update(exp_avg=torch.zeros(3, 2)),
-    "one moment less": lambda s: s["method"]["optimizer"]["state"][1].pop("exp_avg"),
-    "no learning rate": lambda s: s["method"]["optimizer"]["param_groups"][0].update(lr=None),
-    "no decay rates": lambda s: s["method"]["optimizer"]["param_groups"][0].update(betas=[]),
-    "unhashable parameters": lambda s: s["method"]["optimizer"]["param_groups"][0]["params"].__setitem__(0, {}),
-    "an infinite variance": lambda s: s.update(variance=1e400),
-    "fixed ranks with lambda": lambda s: s.update(ranks_fixed=True),
-}
+ZEROS = {shape: torch.zeros(shape) for shape in ((3, 2), (3, 5), (3, 7), (4, 2), (3, 5, 3), (3, 4, 2))}
+GROUP, CORE, LAMBDA = "method optimizer param_groups 0", "model.0.factorized.cores.0", "rank_state.log_lambda_0"
+MISSING: dict[str, tuple[Any, ...]] = {
+    "": ("prior", "temperature", "carried"), "prior": ("weight",), "method": ("steps", "broken"), GROUP: ("betas",),
+    "method particles": ("model.3.bias",), f"{GROUP} params": (-1,), "method optimizer state 1": ("exp_avg",),
+}  # fmt: skip
+WRONG: dict[str, list[dict[Any, Any]]] = {
+    "": [{"temperature": "warm"}, {"temperature": -1.0}, {"variance": math.inf}, {"ranks_fixed": True}],
+    "prior": [{"weight": "heavy"}, {"weight": -1.0}, {"steps": math.inf}, {"steps": -1}],
+    "method": [{"method": "ensemble"}, {"steps": "many"}, {"steps": math.inf}, {"steps": -1}, {"broken": ZEROS[3, 2]}],
+    "method optimizer": [{"param_groups": []}, {"state": 5}],
+    "method optimizer state": [{5: math.inf}], "method optimizer state 0": [{"exp_avg": ZEROS[3, 2]}],
+    GROUP: [{"lr": None}, {"betas": []}], f"{GROUP} params": [{0: {}}],
+    "method particles": [{CORE: ZEROS[3, 5, 3]}, {CORE: ZEROS[3, 4, 2]}, {"model.3.bias": ZEROS[3, 7]},
+                         {"model.3.bias": ZEROS[4, 2]}],  # other modes, no fit, another size, a particle more
+    "carried": [{f"model.0.factorized.{LAMBDA}": ZEROS[3, 5]}, {"model.1.running_mean": ZEROS[3, 7]}],
+}  # fmt: skip
+DAMAGES = [(where, None, key) for where, keys in MISSING.items() for key in keys]
+DAMAGES += [(where, changes, None) for where, every in WRONG.items() for changes in every]
 
 
-def _replace(state: dict[str, Any], kind: str, name: str, shape: tuple[int, ...]) -> None:
-    place = state["carried"] if kind == "carried" else state["method"][kind]
-    assert place[name].shape != shape
-    place[name] = torch.zeros(shape)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_state_that_does_not_fit_is_refused_before_any_change(damage: str) -> None:
+@pytest.mark.parametrize(("where", "changes", "missing"), DAMAGES)
+def test_a_state_that_does_not_fit_is_refused_before_any_change(where: str, changes: Any, missing: Any) -> None:
     source, posterior = posterior_of(seed=1), posterior_of()
     source.step(X, Y)
     posterior.step(X, Y)
     posterior.calibrate_(X, Y)
-    state = copy.deepcopy(source.state_dict())
-    DAMAGES[damage](state)
+    state = place = copy.deepcopy(source.state_dict())
+    for key in where.split():
+        place = place[int(key) if key.isdigit() else key]
+    if changes is None:
+        place.pop(missing)
+    for key, value in (changes or {}).items():
+        assert not isinstance(value, Tensor) or place[key].shape != value.shape
+        place[key] = value
     before = kept(posterior)
     with pytest.raises(BayesTrainError):
         posterior.load_state_dict(state)
@@ -113,9 +92,7 @@ def test_a_state_that_does_not_fit_is_refused_before_any_change(damage: str) -> 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("width", "modes", "n"), [(16, (2, 3), 3), (8, (3, 2), 3), (8, (2, 3), 4)])
-def test_a_state_of_another_network_is_refused_before_any_change(
-    width: int, modes: tuple[int, int], n: int, frozen: bool
-) -> None:
+def test_a_state_of_another_network_is_refused(width: int, modes: tuple[int, int], n: int, frozen: bool) -> None:
     posterior = posterior_of(frozen=frozen)
     posterior.step(X, Y)
     before = kept(posterior)
@@ -140,7 +117,7 @@ def test_a_state_of_other_ranks_is_restored(frozen: bool) -> None:
     torch.testing.assert_close(posterior.outputs(X), small.outputs(X), rtol=0, atol=0)
 
 
-def test_a_temperature_and_a_variance_are_part_of_the_state() -> None:
+def test_temperature_and_variance_are_state_and_a_refused_batch_is_not() -> None:
     posterior, fresh = posterior_of(), posterior_of()
     posterior.calibrate_(X, Y)
     fresh.load_state_dict(posterior.state_dict())
@@ -155,9 +132,6 @@ def test_a_temperature_and_a_variance_are_part_of_the_state() -> None:
     one, two = with_variance(3.0), with_variance(7.0)
     two.load_state_dict(one.state_dict())
     assert two.prior.variance == 3.0
-
-
-def test_a_refused_batch_leaves_no_trace() -> None:
     posterior = posterior_of()
     for _ in range(2):  # at the first step, and later
         before = kept(posterior)

@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from networks import Written, random_equation, written
+from networks import NAMED, Written, random_equation, written
 from torch import Tensor, nn
 from torch.distributions import Gamma, Normal
 
@@ -18,22 +18,9 @@ A, B, OTHER = 1.7, 5.0, 30.0
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
-EXAMPLES = {
-    "two cores": "ax, xb -> ab",
-    "chain": "ax, xby, ycz, zd -> abcd",
-    "ring": "rax, xby, ycr -> abc",
-    "CP": "ar, br, cr -> abc",
-    "weighted CP": "ar, br, r -> ab",
-    "Tucker-2": "axy, bx, cy -> abc",
-    "star": "wxyz, aw, bx, cy, dz -> abcd",
-    "block term": "axs, bys, czs, xyzs -> abc",
-    "several powers": "ax, bxy, cy, yd -> abcd",
-    "a core without bonds": "ax, xb, c -> abc",
-    "a single core": "ab -> ab",
-}
-
-
-EQUATIONS = {name: written(text) for name, text in EXAMPLES.items()}
+EXAMPLES = {"two cores": "ax, xb -> ab", "chain": "ax, xby, ycz, zd -> abcd",
+            "block term": "axs, bys, czs, xyzs -> abc", "several powers": "ax, bxy, cy, yd -> abcd"}  # fmt: skip
+EQUATIONS = {**NAMED, **{name: written(text) for name, text in EXAMPLES.items()}}
 EQUATIONS["20 modes"] = TensorTrain().equation((2,) * 20)
 EQUATIONS |= {f"random {seed}": random_equation(seed) for seed in range(12)}
 
@@ -121,3 +108,17 @@ def mixed(seed: int = 0, **options: Any) -> tuple[Mixed, RankPrior]:
 
 def layers(model: nn.Module) -> dict[str, TensorLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, TensorLayer)}
+
+
+class Holder(nn.Module):
+    """What `functional_call` needs: the prior's functions as calls of a module."""
+
+    def __init__(self, model: nn.Module, prior: RankPrior) -> None:
+        super().__init__()
+        self.model, self.prior = model, prior
+
+    def forward(self, what: str) -> Tensor:
+        if what == "step":
+            self.prior.step()
+            return torch.zeros(())
+        return getattr(self.prior, what)()

@@ -27,19 +27,11 @@ def value(u: Tensor, linear: float, falling: dict[float, Tensor], b: float = B) 
     return linear * u + sum(c * torch.exp(-p * u) for p, c in falling.items()) + b * torch.exp(u)
 
 
-# --- the density ------------------------------------------------------------------------------------------------------
-
-
 @networks
 def test_log_prob_is_torch_distributions_entry_by_entry(equation: Equation) -> None:
     cores, us = random_network(equation)
     found = log_prob(equation, cores, us, A, B, other_variance=OTHER)
     torch.testing.assert_close(found, slow_log_prob(equation, cores, us), rtol=1e-12, atol=1e-9)
-
-
-@networks
-def test_gradients_are_finite_differences(equation: Equation) -> None:
-    cores, us = random_network(equation)
     inputs = [t.clone().requires_grad_() for t in (*cores, *us)]
     assert torch.autograd.gradcheck(lambda *t: log_prob(equation, t[: len(cores)], t[len(cores) :], A, B), inputs)
 
@@ -66,11 +58,8 @@ def test_cut_indices_go_on_counting(equation: Equation) -> None:
     torch.testing.assert_close(gradients(*left(cores, us)), left(*gradients(cores, us)), **CLOSE)
 
 
-# --- the conditional and its steps ------------------------------------------------------------------------------------
-
-
 @networks
-def test_the_conditional_is_the_density_of_one_bond(equation: Equation) -> None:
+def test_the_conditional_is_the_density_of_one_bond_and_its_mode_is_found(equation: Equation) -> None:
     cores, us = random_network(equation)
     for bond in range(len(us)):
         u = us[bond].clone().requires_grad_()
@@ -78,6 +67,17 @@ def test_the_conditional_is_the_density_of_one_bond(equation: Equation) -> None:
         (expected,) = torch.autograd.grad(-log_prob(equation, cores, moved, A, B), u)
         (found,) = torch.autograd.grad(value(u, *terms(equation, cores, us, bond)).sum(), u)
         torch.testing.assert_close(found, expected, **CLOSE)
+    mode = density.conditional_mode(equation, cores, us, A, B, floor=1e-9, sweeps=300)
+    inputs = [u.clone().requires_grad_() for u in mode]
+    if inputs:
+        for slope in torch.autograd.grad(log_prob(equation, cores, inputs, A, B), inputs):
+            assert slope.abs().max() < 1e-6
+    for own, u in zip(mode, us, strict=True):
+        assert own.shape == u.shape
+    still = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
+    found = density.conditional_mode(equation, still, [u.float() for u in us], sweeps=40)
+    assert all((u == -density.LIMIT).all() for u in found)
+    assert log_prob(equation, still, found).isfinite()
 
 
 def test_the_gradient_printed_in_the_paper_is_another() -> None:
@@ -117,18 +117,6 @@ def test_newton_reaches_the_optimum_scipy_finds(powers: tuple[float, ...]) -> No
         assert abs(float(u[case]) - best) < 1e-4, case
 
 
-@networks
-def test_sweeps_end_where_no_gradient_is_left(equation: Equation) -> None:
-    cores, us = random_network(equation)
-    mode = density.conditional_mode(equation, cores, us, A, B, floor=1e-9, sweeps=300)
-    inputs = [u.clone().requires_grad_() for u in mode]
-    if inputs:
-        for slope in torch.autograd.grad(log_prob(equation, cores, inputs, A, B), inputs):
-            assert slope.abs().max() < 1e-6
-    for own, u in zip(mode, us, strict=True):
-        assert own.shape == u.shape
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("av, vbw, wcx, xdy, ye -> abcde", (0, 1, 0, 1)), ("xyz, ax, by, cz -> abc", (0, 1, 2)), ("ab -> ab", ())],
@@ -140,15 +128,6 @@ def test_bonds_of_one_colour_share_no_core(text: str, expected: tuple[int, ...])
 def test_floor_is_relative_to_the_bonds_largest_entry() -> None:
     floored = density.apply_floor(torch.tensor([3.0, -40.0, 2.0]), 1e-3)
     torch.testing.assert_close(floored, torch.tensor([3.0, 3.0 + math.log(1e-3), 2.0]))
-
-
-@networks
-def test_lambda_stays_within_the_limit_between_cores_that_are_zero(equation: Equation) -> None:
-    cores, us = random_network(equation)
-    still = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
-    found = density.conditional_mode(equation, still, [u.float() for u in us], sweeps=40)
-    assert all((u == -density.LIMIT).all() for u in found)
-    assert log_prob(equation, still, found).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -5,6 +5,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,15 +49,11 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 norms = pytest.mark.parametrize(("layer", "norm"), NORMS.values(), ids=NORMS.keys())
 
 
-# --- holding ----------------------------------------------------------------------------------------------------------
-
-
 @norms
 @pytest.mark.parametrize("traced", [True, False])
 def test_holding_brings_the_norm_back_and_keeps_the_function(
     layer: Callable[[], nn.Module], norm: Callable[[], nn.Module], traced: bool
 ) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(layer(), norm(), nn.ReLU(), *([] if traced else [Untraceable(nn.ReLU())])).double()
     x = torch.randn(6, 8, 5, 5).double() if isinstance(model[0], TensorConv2d) else torch.randn(6, 8).double()
     prior = RankPrior(model, num_data=10, align_every=0)
@@ -80,7 +77,6 @@ def test_holding_brings_the_norm_back_and_keeps_the_function(
 
 
 def test_a_layer_that_starts_at_zero_is_held_once_it_has_a_norm() -> None:
-    torch.manual_seed(0)
     dense = nn.Conv2d(8, 8, 3)
     nn.init.zeros_(dense.weight)
     model = nn.Sequential(TensorConv2d.from_dense(dense, max_rank=3), nn.BatchNorm2d(8))
@@ -95,16 +91,20 @@ def test_a_layer_that_starts_at_zero_is_held_once_it_has_a_norm() -> None:
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
 
 
-def test_a_layer_with_a_frozen_parameter_is_left_alone() -> None:
+def test_names_are_checked_and_frozen_layers_left_alone() -> None:
     for frozen in ("bias", "factorized.cores.0"):
         model = nn.Sequential(conv(), nn.BatchNorm2d(8))
         model[0].get_parameter(frozen).requires_grad_(False)
         assert RankPrior(model, num_data=10).held == {}
+    model = nn.Sequential(conv(), nn.BatchNorm2d(8))
+    assert list(RankPrior(model, num_data=10, hold_scale="0").held) == ["0"]
+    assert RankPrior(model, num_data=10, hold_scale=()).held == {}
+    with pytest.raises(BayesTrainError, match=r"hold_scale must name factorised layers of \['0'\], got \['1'\]"):
+        RankPrior(model, num_data=10, hold_scale=["0", "1"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_held_by_what_it_can_hold_exactly(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(TensorLinear(64, 64, max_rank=4, dtype=dtype), nn.BatchNorm1d(64)).eval()
     prior = RankPrior(model, num_data=10, align_every=0)
     prior.step()
@@ -126,69 +126,45 @@ def test_half_precision_is_held_by_what_it_can_hold_exactly(dtype: torch.dtype) 
             assert 1 / most < left < most
 
 
-# --- finding ----------------------------------------------------------------------------------------------------------
+GOOD = ("nowhere", "second batch norm", "called again with")
+BAD = ("skip", "skip in training", "skip in evaluation", "functional", "called again without",
+       "batch norm called again", "output", "attribute", "list", "bias")  # fmt: skip
 
 
 class Branching(nn.Module):
-    """``bn(conv(x))``, with `extra` saying where else the convolution's output goes."""
+    """``bn(conv(x))``, with `use` saying where else the convolution's output goes."""
 
-    def __init__(self, extra: str = "nowhere") -> None:
+    def __init__(self, use: str = "nowhere") -> None:
         super().__init__()
-        self.conv, self.bn, self.other_bn, self.extra = conv(), nn.BatchNorm2d(8), nn.BatchNorm2d(8), extra
+        self.conv, self.bn, self.other_bn, self.use = conv(), nn.BatchNorm2d(8), nn.BatchNorm2d(8), use
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
-        out: Tensor = self.bn(y)
-        match self.extra:
-            case "skip":
-                out = out + y
-            case "skip in training" | "skip in evaluation":
-                out = out + y if self.training == (self.extra == "skip in training") else out
-            case "functional":
-                out = out * F.relu(y)
-            case "second batch norm":
-                out = out + self.other_bn(y)
-            case "called again without":
-                out = self.conv(out)
-            case "called again with":
-                out = self.other_bn(self.conv(out))
-            case "batch norm called again":
-                out = self.bn(F.relu(out))
-            case "output":
-                return out, y  # type: ignore[return-value]
-            case "attribute":
-                self.kept = y
-            case "list":
-                self.kept = [y]
-            case "bias":
-                out = out * self.conv.bias[0]
-        return out
+        out = self.bn(y)
+        uses: dict[str, Callable[[], Any]] = {
+            "nowhere": lambda: out,
+            "second batch norm": lambda: out + self.other_bn(y),
+            "called again with": lambda: self.other_bn(self.conv(out)),
+            "skip": lambda: out + y,
+            "skip in training": lambda: out + y if self.training else out,
+            "skip in evaluation": lambda: out if self.training else out + y,
+            "functional": lambda: out * F.relu(y),
+            "called again without": lambda: self.conv(out),
+            "batch norm called again": lambda: self.bn(F.relu(out)),
+            "output": lambda: (out, y),
+            "attribute": lambda: setattr(self, "kept", y) or out,
+            "list": lambda: setattr(self, "kept", [y]) or out,
+            "bias": lambda: out * self.conv.bias[0],
+        }
+        return uses[self.use]()
 
 
-@pytest.mark.parametrize("extra", ["nowhere", "second batch norm", "called again with"])
-def test_layers_whose_output_only_normalisations_use_are_found(extra: str) -> None:
-    norms = ["bn"] if extra == "nowhere" else ["bn", "other_bn"]
-    assert normalised_layers(Branching(extra)) == ({"conv": norms}, {})
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        "skip",
-        "skip in training",
-        "skip in evaluation",
-        "functional",
-        "called again without",
-        "batch norm called again",
-        "output",
-        "attribute",
-        "list",
-        "bias",
-    ],
-)
-def test_any_other_use_counts(extra: str) -> None:
-    model = Branching(extra)
-    assert normalised_layers(model) == normalised_layers(model.eval()) == ({}, {})
+@pytest.mark.parametrize("use", [*GOOD, *BAD])
+def test_only_layers_whose_output_only_normalisations_use_are_found(use: str) -> None:
+    model = Branching(use)
+    norms = ["bn"] if use == "nowhere" else ["bn", "other_bn"]
+    expected = ({"conv": norms} if use in GOOD else {}, {})
+    assert normalised_layers(model) == normalised_layers(model.eval()) == expected
     assert not hasattr(model, "kept")
 
 
@@ -214,14 +190,6 @@ def test_in_an_untraceable_model_neighbours_in_a_sequential_count_and_others_are
     assert {name: own.norms for name, own in held.items()} == {"body.2": (), "body.5.conv": (model.body[5].bn,)}
 
 
-def test_names_are_checked() -> None:
-    model = nn.Sequential(conv(), nn.BatchNorm2d(8))
-    assert list(RankPrior(model, num_data=10, hold_scale="0").held) == ["0"]
-    assert RankPrior(model, num_data=10, hold_scale=()).held == {}
-    with pytest.raises(BayesTrainError, match=r"hold_scale must name factorised layers of \['0'\], got \['1'\]"):
-        RankPrior(model, num_data=10, hold_scale=["0", "1"])
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch itself
 @pytest.mark.parametrize(("wrap", "name"), [(nn.DataParallel, "module"), (torch.compile, "_orig_mod")])
 def test_a_wrapped_model_is_the_same_model(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
@@ -230,7 +198,7 @@ def test_a_wrapped_model_is_the_same_model(wrap: Callable[[nn.Module], nn.Module
     assert list(RankPrior(model, num_data=10).held) == [f"{name}.0.conv"]
 
 
-def test_parameters_that_are_used_elsewhere_count() -> None:
+def test_weights_and_modules_used_twice() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -245,8 +213,6 @@ def test_parameters_that_are_used_elsewhere_count() -> None:
     model[3].factorized = model[0].factorized
     assert normalised_layers(model) == ({}, {})
 
-
-def test_a_module_under_two_names_is_one_module() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,16 +228,13 @@ def test_a_module_under_two_names_is_one_module() -> None:
     assert normalised_layers(parts) == ({}, {}), "the statistics are those of two layers"
 
 
-def test_flags_take_their_defaults() -> None:
+def test_flags_take_their_defaults_and_hooks_may_use_what_is_there() -> None:
     class Flagged(Branching):
         def forward(self, x: Tensor, features: bool = False, scale: float | None = None) -> Tensor:
             y: Tensor = self.bn(self.conv(x))
             return y if features else y.mean((2, 3)) * (1.0 if scale is None else scale)
 
     assert normalised_layers(Flagged()).sure == {"conv": ["bn"]}
-
-
-def test_hooks_at_that_place_may_use_it() -> None:
     model = nn.Sequential(conv(), nn.BatchNorm2d(8), conv(), nn.BatchNorm2d(8), conv(), nn.BatchNorm2d(8))
     model[0].register_forward_hook(lambda *_: None)
     model[3].register_forward_pre_hook(lambda *_: None)

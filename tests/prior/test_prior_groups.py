@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from prior_kit import CLOSE, HELD, Mixed, layers, mixed
+from prior_kit import CLOSE, HELD, Holder, Mixed, layers, mixed
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.func import functional_call, vmap
@@ -15,8 +15,6 @@ from bayestrain.nn import FactorizedWeight, TensorLinear
 from bayestrain.prior import RankPrior, density
 from bayestrain.prior.density import log_prob
 from bayestrain.prior.rank_prior import ALIGN_SWEEPS, UPDATES
-
-# --- weight by weight -------------------------------------------------------------------------------------------------
 
 
 def slow_log_prob(model: nn.Module, prior: RankPrior) -> Tensor:
@@ -69,10 +67,8 @@ def slow_sweep(weight: FactorizedWeight, move: density.Move, sweeps: int) -> Non
 
 
 def assert_same(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
-    theirs = other.state_dict()
-    for name, value in model.state_dict().items():
-        close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-        torch.testing.assert_close(value, theirs[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+    close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), **close)
 
 
 @pytest.mark.parametrize("weight", [None, torch.tensor(0.25).double()], ids=["own", "tensor"])
@@ -86,26 +82,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_weights_one_by_one(weight: 
     with torch.inference_mode():
         prior.log_prob()
     prior.loss().backward()  # nothing that the last call made is in the way
-
-
-def test_shared_cores_have_the_prior_of_each_weight_and_a_shared_bias_one() -> None:
-    torch.manual_seed(0)
-    first, second = (TensorLinear(8, 8, in_modes=(2,) * 3, out_modes=(2,) * 3, max_rank=3).double() for _ in range(2))
-    for k in range(3):
-        second.cores[k] = first.cores[k]
-    second.bias = first.bias
-    model = nn.Sequential(first, second, first)
-    prior = RankPrior(model, 50, warmup_steps=0)
-    with torch.no_grad():
-        for u in second.factorized.rank_state.log_lambdas:
-            u.add_(1.0)
-    prior.loss().backward()
-    own = [layer.factorized for layer in (first, second)]
-    expected = sum(log_prob(w.equation, list(w.cores), w.rank_state.log_lambdas) for w in own)
-    expected = expected + Normal(0.0, 10.0).log_prob(first.bias).sum()
-    torch.testing.assert_close(prior.loss(), -expected / 50)
-    gradients = torch.autograd.grad(-expected / 50, list(model.parameters()))
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients), **CLOSE)
 
 
 @pytest.mark.parametrize("update", ["newton", "gradient"])
@@ -169,23 +145,6 @@ def test_cuts_other_precision_and_loading_are_followed() -> None:
         prior.loss().backward()
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------
-
-
-class Holder(nn.Module):
-    """What `functional_call` needs: the prior's functions as calls of a module."""
-
-    def __init__(self, model: nn.Module, prior: RankPrior) -> None:
-        super().__init__()
-        self.model, self.prior = model, prior
-
-    def forward(self, what: str) -> Tensor:
-        if what == "step":
-            self.prior.step()
-            return torch.zeros(())
-        return getattr(self.prior, what)()
-
-
 @pytest.mark.parametrize("align", [False, True])
 def test_vmap_over_particles_is_a_loop_over_them(align: bool) -> None:
     pairs = [mixed(seed, align_every=int(align)) for seed in range(3)]
@@ -195,9 +154,7 @@ def test_vmap_over_particles_is_a_loop_over_them(align: bool) -> None:
             for name, parameter in other.named_parameters():
                 if not parameter.requires_grad:  # frozen: common to all
                     parameter.copy_(model.get_parameter(name))
-    own = {name for name, p in model.named_parameters() if p.requires_grad} | {
-        name for name, _ in model.named_buffers()
-    }
+    own = {name for name, p in model.named_parameters() if p.requires_grad} | {n for n, _ in model.named_buffers()}
     stacked = {name: torch.stack([dict(m.state_dict())[name].detach() for m, _ in pairs]) for name in own}
 
     def run(what: str) -> Tensor:
@@ -215,21 +172,33 @@ def test_vmap_over_particles_is_a_loop_over_them(align: bool) -> None:
         torch.testing.assert_close(tensor, torch.stack([m.state_dict()[name] for m, _ in loop]), **close, msg=name)
 
 
-def test_gradients_by_torch_func_are_those_of_autograd() -> None:
+def test_steps_by_torch_func_and_of_shared_cores() -> None:
     model, prior = mixed()
     holder = Holder(model, prior)
     own = {name: p.detach() for name, p in holder.named_parameters() if p.requires_grad}
     found = torch.func.grad(lambda tensors: functional_call(holder, tensors, ("loss",)))(own)
     slow = torch.autograd.grad(prior.loss(), [holder.get_parameter(name) for name in own])
     torch.testing.assert_close(list(found.values()), list(slow), **CLOSE)
-
-
-# --- precision --------------------------------------------------------------------------------------------------------
+    first, second = (TensorLinear(8, 8, in_modes=(2,) * 3, out_modes=(2,) * 3, max_rank=3).double() for _ in range(2))
+    for k in range(3):
+        second.cores[k] = first.cores[k]
+    second.bias = first.bias
+    model = nn.Sequential(first, second, first)
+    prior = RankPrior(model, 50, warmup_steps=0)
+    with torch.no_grad():
+        for u in second.factorized.rank_state.log_lambdas:
+            u.add_(1.0)
+    prior.loss().backward()
+    own = [layer.factorized for layer in (first, second)]
+    expected = sum(log_prob(w.equation, list(w.cores), w.rank_state.log_lambdas) for w in own)
+    expected = expected + Normal(0.0, 10.0).log_prob(first.bias).sum()
+    torch.testing.assert_close(prior.loss(), -expected / 50)
+    gradients = torch.autograd.grad(-expected / 50, list(model.parameters()))
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients), **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_steps(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(TensorLinear(64, 64, max_rank=4, dtype=dtype), TensorLinear(64, 64, max_rank=4).double())
     prior = RankPrior(model, 50, hold_scale=["0", "1"], align_every=0)
     exact = copy.deepcopy(model).double()
@@ -245,8 +214,7 @@ def test_half_precision_steps(dtype: torch.dtype) -> None:
         torch.testing.assert_close(own.double(), other.double(), rtol=tolerance, atol=tolerance)
 
 
-def test_alignment_keeps_weights_in_every_precision() -> None:
-    torch.manual_seed(0)
+def test_alignment_keeps_weights_in_every_precision_and_autocast_changes_nothing() -> None:
     dtypes = (torch.float16, torch.float32, torch.float64)
     model = nn.Sequential(*(TensorLinear(64, 64, max_rank=4 + i, dtype=dtype) for i, dtype in enumerate(dtypes)))
     before = [layer.weight.detach().double() for layer in model]
@@ -256,9 +224,6 @@ def test_alignment_keeps_weights_in_every_precision() -> None:
         assert layer.cores[0].dtype == dtype
         assert (layer.weight.double() - weight).norm() < eps * weight.norm()
         assert (layer.cores[0] - core).norm() > 0.1 * core.norm()
-
-
-def test_autocast_changes_nothing() -> None:
     found = []
     for enabled in (True, False):
         torch.manual_seed(0)

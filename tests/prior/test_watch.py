@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from prior_kit import Holder
 from torch import Tensor, nn
 
 from bayestrain.errors import CollapseWarning, ConfigError
@@ -21,9 +22,8 @@ def loop(steps: int, *, classes: int = 1, lr: float = 1e-2, **options: float) ->
     x, inner = torch.randn(1000, 20), torch.randn(20, 8) / 20**0.5
     y = (x @ inner).relu() @ torch.randn(8, OUTPUTS * classes)
     y = y.view(-1, OUTPUTS, classes).argmax(2) if classes > 1 else y + 0.1 * torch.randn(y.shape)
-    model = nn.Sequential(
-        TensorLinear(20, 64, max_rank=10), nn.ReLU(), TensorLinear(64, OUTPUTS * classes, max_rank=10)
-    )
+    first, last = TensorLinear(20, 64, max_rank=10), TensorLinear(64, OUTPUTS * classes, max_rank=10)
+    model = nn.Sequential(first, nn.ReLU(), last)
     prior, optimizer = RankPrior(model, len(x), **options), torch.optim.Adam(model.parameters(), lr)
     for step in range(1, steps + 1):
         chosen = torch.randint(len(x), (50,))
@@ -59,23 +59,19 @@ def test_it_warns_while_the_prior_warms_up() -> None:
     assert loop(100, classes=3, terms_per_datum=OUTPUTS) is None
 
 
-def test_terms_per_datum_divide_the_loss() -> None:
+def test_terms_per_datum_divide_the_loss_and_few_data_warm_up_longer() -> None:
     model = nn.Sequential(TensorLinear(6, 4, max_rank=2))
     one, many = (RankPrior(model, 50, terms_per_datum=terms, warmup_steps=0) for terms in (1, 7))
     torch.testing.assert_close(many.loss() * 7, one.loss())
     with pytest.raises(ConfigError, match="terms_per_datum must be an integer of at least 1, got 0"):
         RankPrior(model, 50, terms_per_datum=0)
-
-
-def test_the_default_warm_up_is_longer_on_few_data_and_survives_cuts() -> None:
     model = nn.Sequential(TensorLinear(16, 16, max_rank=4))
     entries, steps = model[0].factorized.numel, lambda data: RankPrior(model, data).warmup_steps
     assert (steps(entries), steps(4 * entries), steps(1)) == (250, 125, 1000)
     saved = RankPrior(model, entries).state_dict()
     weight = model[0].factorized
-    weight.set_cores(
-        [core.movedim(axis, 0)[:2].movedim(0, axis) for axis, core in zip((-1, 0), weight.cores, strict=True)]
-    )
+    first, second = weight.cores
+    weight.set_cores([first[..., :2], second[:2]])
     assert steps(entries) == 250  # counted at the starting ranks
     other = RankPrior(nn.Sequential(TensorLinear(16, 16, max_rank=1)), 1)
     other.load_state_dict(saved)
@@ -98,7 +94,7 @@ def step_to(prior: RankPrior, steps: int) -> None:
         prior.step()
 
 
-def test_scale_that_moves_to_another_layer_is_not_lost() -> None:
+def test_neither_moved_scale_nor_a_cut_is_a_loss() -> None:
     prior = watched()
     erase(prior, "0", 0.01)
     with torch.no_grad():
@@ -109,9 +105,6 @@ def test_scale_that_moves_to_another_layer_is_not_lost() -> None:
         step_to(prior, 40)
     erase(prior, "2", 0.01)
     step_to(prior, 60)  # once is enough
-
-
-def test_a_cut_is_no_loss_and_a_weight_may_become_small_late() -> None:
     prior = watched()
     with torch.no_grad():
         weight = prior.model[0].factorized
@@ -141,25 +134,12 @@ def test_a_step_in_a_transformation_or_while_compiling_reads_nothing() -> None:
     erase(prior, "0", 0.0)
     prior.steps = 9
 
-    def step(_: Tensor) -> Tensor:
-        prior.step()
-        return torch.zeros(())
-
     def own(tensors: dict[str, Tensor]) -> Tensor:
         prior.steps = 9
-        return torch.func.functional_call(Stepper(prior, step), tensors, (torch.zeros(()),))
+        return torch.func.functional_call(Holder(prior.model, prior), tensors, ("step",))
 
     stacked = {f"model.{n}": t.detach()[None].repeat(2, *[1] * t.ndim) for n, t in prior.model.state_dict().items()}
     torch.vmap(own)(stacked)
     prior.steps = 9
     with pytest.warns(CollapseWarning):
         prior.step()
-
-
-class Stepper(nn.Module):
-    def __init__(self, prior: RankPrior, step: object) -> None:
-        super().__init__()
-        self.model, self.run = prior.model, step
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x)  # type: ignore[operator]

@@ -67,13 +67,9 @@ class StopAfter(Callback):
 
 
 class Listener(Callback):
-    """Keeps all that it hears."""
-
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.messages: list[str] = []
-        self.cuts: list[Any] = []
-        self.on_message = self.messages.append  # type: ignore[method-assign]
+        self.calls, self.messages, self.cuts = list[str](), list[str](), list[Any]()
+        self.on_message = self.messages.append
 
     def on_start(self, plan: Any) -> None:
         self.calls.append("start")

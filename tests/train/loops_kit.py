@@ -1,7 +1,5 @@
 """The same network, data, epochs and rates for every loop: batches in a fixed order, digits of mnist-mini."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -22,7 +20,6 @@ EPOCHS, STEPS = CONFIG.epochs + CONFIG.finetune_epochs, TRAINED // BATCH
 
 @cache
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and held-out digits."""
     sets, found = data.load("mnist-mini"), []
     for images, number in ((sets.train, TRAINED), (sets.test, HELD_OUT)):
         x, y = next(iter(images.batches(len(images), shuffle=False)))

@@ -91,14 +91,17 @@ def test_two_processes_train_as_one(kind: str, one: Any, two: Any) -> None:
 
 
 def test_uneven_shards_are_all_read(two: Any) -> None:
-    assert two["stream"]["plan"] == [[97, 3]]
+    assert two["stream"]["plan"] == [97, 3]
     assert two["stream"]["curve"][-2] < two["stream"]["curve"][0]
 
 
-def test_a_killed_worker_is_replaced(folder: Path) -> None:
-    expected = result(1, folder, "run", str(folder / "whole"), "particles", "run")
-    found = result(2, folder, "run", str(folder / "killed"), "particles", "kill", restarts=1)
-    compare(found, expected)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", ["particles", *(pytest.param(kind, marks=SLOW) for kind in ("network", "sharded"))])
+def test_a_killed_worker_is_replaced(kind: str, tmp_path: Path) -> None:
+    expected = result(1, tmp_path, "run", str(tmp_path / "whole"), kind, "run")
+    compare(result(2, tmp_path, "run", str(tmp_path / "killed"), kind, "kill", restarts=1), expected)
 
 
 @pytest.mark.slow
@@ -121,22 +124,12 @@ def test_a_checkpoint_is_resumed_by_other_numbers_of_processes(kind: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["network", "sharded"])
-def test_a_killed_worker_of_a_network_is_replaced(kind: str, tmp_path: Path) -> None:
-    expected = result(1, tmp_path, "run", str(tmp_path / "whole"), kind, "run")
-    compare(result(2, tmp_path, "run", str(tmp_path / "killed"), kind, "kill", restarts=1), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "processes", "message"),
-    [
-        ("config", 2, "fit.lr is 0.01 in process 0 and 0.5 in process 1"),
-        ("code", 2, "of another day"),
-        ("memory", 2, "Process 1 of 2 failed: RuntimeError: .*memory"),
-        ("particles", 3, "3 processes with posterior.replicas 2 do not go with 2 particles"),
-    ],
-)
+@pytest.mark.parametrize(("what", "processes", "message"), [
+    ("config", 2, "fit.lr is 0.01 in process 0 and 0.5 in process 1"),
+    ("code", 2, "of another day"),
+    ("memory", 2, "Process 1 of 2 failed: RuntimeError: .*memory"),
+    ("particles", 3, "3 processes with posterior.replicas 2 do not go with 2 particles"),
+])  # fmt: skip
 def test_process_0_says_what_is_wrong(what: str, processes: int, message: str, tmp_path: Path) -> None:
     done = start(processes, str(tmp_path / "out"), "wrong", what)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("process 0")]

@@ -67,15 +67,20 @@ def test_a_posterior_trains_to_a_size(every: int) -> None:
     assert exact.validation["accuracy"] > 0.4
 
 
-def test_fixed_ranks_stay_as_they_are() -> None:
+def test_fixed_ranks_stay_and_batch_norm_is_estimated_again() -> None:
     start = network()
     before = ranks(start)
     result = train(around(start, 3), search=False)
     assert result.posterior.ranks == before
     assert [record["phase"] for record in result.history] == ["train"] * 5
+    result = posterior(lr=1.0, validation=None).posterior
+    name = next(name for name in result.carried if name.endswith("running_mean"))
+    found = result.carried[name].clone()
+    result.refresh_statistics([TRAIN[0]])  # the same data in one batch have the same mean
+    torch.testing.assert_close(found, result.carried[name], rtol=1e-4, atol=1e-4)
 
 
-def test_networks_without_factorised_weights_and_regression(tmp_path: Path) -> None:
+def test_other_networks_and_likelihoods_train(tmp_path: Path) -> None:
     x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
     y = x.sum(1, keepdim=True)
     options = {"likelihood": "regression", "lr": 5e-2, "epochs": 30, "batch_size": 50, "folder": tmp_path}
@@ -83,15 +88,9 @@ def test_networks_without_factorised_weights_and_regression(tmp_path: Path) -> N
     assert result.validation["rmse"] < 0.3
     assert isinstance(result.posterior.predict(x), RegressionPrediction)
     assert result.history[-1]["train_accuracy"] is None
-
-
-def test_a_likelihood_that_says_nothing_of_predictions_trains() -> None:
     result = posterior(likelihood=lambda outputs, y: -F.cross_entropy(outputs, y, reduction="none"))
     assert result.validation["log_likelihood"] > -1
     assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
-
-
-# --- broken particles -------------------------------------------------------------------------------------------------
 
 
 TOO_LARGE = 3e38  # finite, but its square is not
@@ -115,7 +114,7 @@ def test_a_particle_that_breaks_is_dropped_and_named(tmp_path: Path) -> None:
         train(models)
 
 
-def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_finite() -> None:
+def test_outputs_that_overflow_drop_a_particle_and_all_diverged_are_an_error() -> None:
     models = independent(build, 3)
     with torch.no_grad():
         for core in models[1].get_submodule("4").cores:
@@ -123,37 +122,19 @@ def test_a_particle_whose_outputs_overflow_is_dropped_though_its_weights_are_fin
     result = train(models)
     assert len(result.posterior) == 2
     assert result.history[-1]["train_loss"] < result.history[1]["train_loss"]
-
-
-def test_a_posterior_that_diverges_is_a_training_error() -> None:
     with pytest.raises(TrainingError):
         posterior(validation=None, lr=1e30, optimizer="sgd")
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prior": False}, "prior=False is for one network, not for 3 particles"),
-        ({"accumulate": 2}, r"fit\.accumulate is for one network.* Use chunk="),
-        ({"precision": "fp16"}, r'"fp16" is for one network.* Use "bf16"'),
-        ({"model": [network(), network()]}, "3 particles need as many networks, got 2"),
-        ({"temperature": 0.5}, "svgd has no option 'temperature'"),
-        ({"kernel": "imq", "method": "ensemble"}, "no option 'kernel'"),
-        ({"method": "svdg"}, 'Did you mean "svgd"'),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"prior": False}, "prior=False is for one network, not for 3 particles"),
+    ({"accumulate": 2}, r"fit\.accumulate is for one network.* Use chunk="),
+    ({"precision": "fp16"}, r'"fp16" is for one network.* Use "bf16"'),
+    ({"model": [network(), network()]}, "3 particles need as many networks, got 2"),
+    ({"temperature": 0.5}, "svgd has no option 'temperature'"),
+    ({"kernel": "imq", "method": "ensemble"}, "no option 'kernel'"),
+    ({"method": "svdg"}, 'Did you mean "svgd"'),
+])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(**{"model": build, "particles": 3, **options})
-
-
-def test_batch_norm_of_particles_is_estimated_again_at_the_end() -> None:
-    result = posterior(lr=1.0, validation=None).posterior
-    assert result is not None
-    name = next(name for name in result.carried if name.endswith("running_mean"))
-    found = result.carried[name].clone()
-    result.refresh_statistics([TRAIN[0]])  # the same data in one batch have the same mean
-    torch.testing.assert_close(found, result.carried[name], rtol=1e-4, atol=1e-4)

@@ -1,10 +1,6 @@
 """The callback for Lightning: as good as `fit`, with accumulation, averages and DDP, and resumed after a kill."""
 
-from __future__ import annotations
-
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops_kit import CONFIG, EPOCHS, PRIOR, SEARCH, STEPS, TRAINED, assert_as_good_as_fit, batches, network, rate
+from processes import WITH_TESTS, python
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,7 +24,7 @@ pytestmark = [
 ]
 
 
-class Digits(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Digits(pl.LightningModule):
     """What a user writes; nothing in it is of BayesTrain."""
 
     def __init__(self, optimizer: Any = torch.optim.Adam) -> None:
@@ -71,11 +68,9 @@ def test_it_reaches_what_fit_reaches(tmp_path: Path) -> None:
 
 
 class Counted(torch.optim.Adam):
-    """Counts its steps."""
-
     steps = 0
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         Counted.steps += 1
         return super().step(closure)
 
@@ -136,8 +131,7 @@ def test_what_it_cannot_do_is_refused_before_the_first_step(tmp_path: Path) -> N
 
 
 SCRIPT = """
-import os, signal, sys
-sys.path[:0] = {path!r}
+import os, signal
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -153,15 +147,13 @@ trainer(folder, callback(), Kill(), saved).fit(Digits(), loader())
 
 
 def test_killed_and_resumed_it_ends_with_the_same_ranks(tmp_path: Path) -> None:
-    script = SCRIPT.format(path=sys.path, folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    python("-c", SCRIPT.format(folder=str(tmp_path)), status=-signal.SIGKILL, env=WITH_TESTS)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["epoch"] == 2
     assert saved["global_step"] == 3 * STEPS
     module, first = Digits(), []
 
-    class Look(pl.Callback):  # type: ignore[misc, name-defined]
+    class Look(pl.Callback):
         def on_train_start(self, _: Any, module: Any) -> None:
             first.append({name: core.shape for name, core in module.named_parameters()})
 

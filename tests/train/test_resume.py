@@ -1,12 +1,8 @@
-"""Checkpoints: a run that was stopped, or killed, and resumed ends in the very same bits."""
+"""Checkpoints: a run that was stopped and resumed ends in the very same bits. trust/test_faults.py kills runs."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +32,16 @@ class Noisy(Dataset[Any]):
         return TRAIN[0][index] + 0.1 * random.random() + 0.1 * np.random.rand(), TRAIN[1][index]
 
 
-def own_generator() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(7)
-    return DataLoader(TensorDataset(*TRAIN), batch_size=100, shuffle=True, generator=generator)
+def loader(data: Any, **options: Any) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(data, batch_size=100, shuffle=True, **{name: make() for name, make in options.items()})
 
 
-DATA = {
-    "loader": lambda: DataLoader(TensorDataset(*TRAIN), batch_size=100, shuffle=True),
-    "own generator": own_generator,
-    "augmented": lambda: DataLoader(Noisy(), batch_size=100, shuffle=True),
-}
+CASES: dict[str, dict[str, Any]] = {
+    "loader": {"data": loader(TensorDataset(*TRAIN))},
+    "own generator": {"data": loader(TensorDataset(*TRAIN), generator=lambda: torch.Generator().manual_seed(7))},
+    "augmented": {"data": loader(Noisy())},
+    "half": {"precision": "fp16"}, "accumulated": {"accumulate": 2, "clip_norm": 0.5}, "fixed": {"search": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", [0, 2, 4, 5])
@@ -55,19 +51,12 @@ def test_interrupted_and_resumed_is_bit_identical(stop: int, optimizer: str, tmp
     assert len({record["parameters"] for record in result.history}) > 2  # cores really change their shapes
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_the_order_of_the_data_and_their_augmentation_are_resumed(kind: str, tmp_path: Path) -> None:
-    assert_resumes(network, tmp_path, 2, DATA[kind])
+@pytest.mark.parametrize("case", CASES)
+def test_data_and_every_state_of_the_loop_are_resumed(case: str, tmp_path: Path) -> None:
+    assert_resumes(network, tmp_path, 2, **CASES[case])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"precision": "fp16"}, {"accumulate": 2, "clip_norm": 0.5}, {"search": False}], ids=str
-)
-def test_every_state_of_the_loop_is_resumed(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert_resumes(network, tmp_path, 2, **changes)
-
-
-def test_the_network_that_was_interrupted_or_finished_may_be_resumed(tmp_path: Path) -> None:
+def test_an_interrupted_or_finished_network_is_resumed_and_ctrl_c_needs_a_folder(tmp_path: Path) -> None:
     """As in a notebook, where it has been cut already."""
     whole, model = network(), network()
     train(whole)
@@ -78,6 +67,8 @@ def test_the_network_that_was_interrupted_or_finished_may_be_resumed(tmp_path: P
         result = train(model, folder=tmp_path, resume=True)
         assert_same(model, whole)
         assert len(result.history) == 7
+    with pytest.raises(KeyboardInterrupt):
+        train(callbacks=[StopAfter(1)])
 
 
 def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> None:
@@ -89,11 +80,6 @@ def test_checkpoints_now_and_then_lose_only_the_epochs_since(tmp_path: Path) -> 
     assert heard.calls[1] == "epoch 1"
     assert [record["epoch"] for record in result.history] == list(range(7))
     assert_same(model, whole)
-
-
-def test_ctrl_c_without_a_folder_is_a_keyboard_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(callbacks=[StopAfter(1)])
 
 
 def test_a_folder_is_resumed_with_the_same_settings_and_never_overwritten(tmp_path: Path) -> None:
@@ -119,9 +105,6 @@ def test_a_folder_is_resumed_with_the_same_settings_and_never_overwritten(tmp_pa
     assert_same(fresh, network())
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
     whole, model, heard = network(), network(), Listener()
     train(whole)
@@ -131,29 +114,11 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path)
     data[len(data) // 2] ^= 1
     (tmp_path / CHECKPOINT).write_bytes(data)
     result = train(model, folder=tmp_path, resume=True, callbacks=[heard])
-    assert heard.messages[0] == (
-        f"{tmp_path / CHECKPOINT} is damaged: its checksum does not match. Resuming from {tmp_path / PREVIOUS}."
-    )
+    told = f"{tmp_path / CHECKPOINT} is damaged: its checksum does not match. Resuming from {tmp_path / PREVIOUS}."
+    assert heard.messages[0] == told
     assert heard.calls[:3] == ["start", "cut", "epoch 3"]
     assert [record["epoch"] for record in result.history] == list(range(7))
     assert_same(model, whole)
-
-
-def test_a_checkpoint_of_something_else_is_named(tmp_path: Path) -> None:
-    train(folder=tmp_path, epochs=1, finetune_epochs=1)
-    again: dict[str, Any] = {"epochs": 1, "finetune_epochs": 1, "folder": tmp_path, "resume": True}
-    other = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
-    tensorize_(other, TensorizeConfig(max_rank=4))
-    with pytest.raises(DataError, match=rf"(?s){tmp_path / CHECKPOINT} is damaged or .*Resume with the same"):
-        train(other, **again)
-    with RunFolder(tmp_path, resume=True) as folder:
-        good, _ = folder.load_checkpoint()
-        for forged in ({}, {"settings": 5}, {**good, "subject": None}, {**good, "random": {}}):
-            folder.save_checkpoint(forged)
-            with pytest.raises(
-                (DataError, TrainingError), match=f"{tmp_path / CHECKPOINT} (is damaged|was written by)"
-            ):
-                train(**{**again, "folder": folder})
 
 
 @pytest.mark.parametrize("length", [0, 10, 64, 65, 1000, -1])
@@ -168,12 +133,24 @@ def test_a_checkpoint_cut_short_is_never_resumed(length: int, tmp_path: Path) ->
         train(folder=tmp_path, resume=True)
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_another_version_or_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
         other.setattr("bayestrain.train.folder.FORMAT", FORMAT + 1)
-        train(folder=tmp_path, epochs=1)
+        train(folder=tmp_path / "other", epochs=1)
     with pytest.raises(TrainingError, match="another version"):
-        train(folder=tmp_path, epochs=1, resume=True)
+        train(folder=tmp_path / "other", epochs=1, resume=True)
+    train(folder=tmp_path, epochs=1, finetune_epochs=1)
+    again: dict[str, Any] = {"epochs": 1, "finetune_epochs": 1, "folder": tmp_path, "resume": True}
+    other = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
+    tensorize_(other, TensorizeConfig(max_rank=4))
+    with pytest.raises(DataError, match=rf"(?s){tmp_path / CHECKPOINT} is damaged or .*Resume with the same"):
+        train(other, **again)
+    with RunFolder(tmp_path, resume=True) as folder:
+        good, _ = folder.load_checkpoint()
+        for forged in ({}, {"settings": 5}, {**good, "subject": None}, {**good, "random": {}}):
+            folder.save_checkpoint(forged)
+            with pytest.raises((DataError, TrainingError), match=f"{CHECKPOINT} (is damaged|was written by)"):
+                train(**{**again, "folder": folder})
 
 
 def test_a_step_that_breaks_the_weights_is_never_saved(tmp_path: Path) -> None:
@@ -186,55 +163,3 @@ def test_a_step_that_breaks_the_weights_is_never_saved(tmp_path: Path) -> None:
     assert all(torch.isfinite(value).all() for value in saved["subject"]["template"].values())
     for line in (tmp_path / "history.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-# --- kill -9 ----------------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys
-sys.path.insert(0, {kit!r})
-from fit_kit import network, train
-import torch
-torch.set_num_threads(1)
-from bayestrain.train import RunFolder
-from pathlib import Path
-folder = Path({folder!r})
-model = network(norm=True)
-train(model, folder=folder, resume=(folder / "checkpoint.pt").exists(), epochs=40, finetune_epochs=20)
-torch.save(model.state_dict(), folder / "weights.pt")
-"""
-
-
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    script = SCRIPT.format(kit=str(Path(__file__).parent), folder=str(folder))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE)
-
-
-def epochs(folder: Path) -> int:
-    history = folder / "history.jsonl"
-    return len(history.read_text().splitlines()) if history.exists() else 0
-
-
-@pytest.mark.slow
-def test_killed_at_random_times_the_resumed_run_is_bit_identical(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    process = start(whole)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()
-    draw, reached = random.Random(0), []
-    for kill in range(5):
-        folder, lines = tmp_path / f"run{kill}", draw.randint(1, 60)
-        process = start(folder)
-        while epochs(folder) < lines:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0.0, 0.03))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        reached.append(epochs(folder))
-        process = start(folder)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()
-        one, other = (torch.load(place / "weights.pt", weights_only=True) for place in (folder, whole))
-        assert_same(one, other)
-    assert len(set(reached)) > 2, f"the kills all came at the same stage: {reached}"

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from edits import edit
 from fit_kit import StopAfter
 
 from bayestrain.errors import ConfigError, DataError, Interrupted, TrainingError
@@ -59,9 +61,7 @@ def test_a_run_is_trained_loaded_evaluated_and_finished_only_once(config: RunCon
 
 
 @pytest.mark.parametrize("particles", [1, 2])
-def test_a_run_killed_at_any_time_does_not_forget_what_it_starts_from(
-    config: RunConfig, tmp_path: Path, particles: int
-) -> None:
+def test_a_killed_run_remembers_what_it_starts_from(config: RunConfig, tmp_path: Path, particles: int) -> None:
     train_run(config, tmp_path / "first")
     config = config.override([  # tensorize does not matter: the layers of the first run stay as they are
         f"run.from_run={tmp_path}/first", f"posterior.particles={particles}", "tensorize.max_rank=2",
@@ -82,19 +82,15 @@ def test_a_run_killed_at_any_time_does_not_forget_what_it_starts_from(
         train_run(changed, tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("digits", "names"), [(20, "epochs batch_size"), (400, "epochs lr"), (4000, "lr"), (5000, "lr seed")]
-)
-def test_numbers_of_too_many_digits_are_refused(digits: int, names: str, config: RunConfig) -> None:
-    for name in names.split():
-        name = "run.seed" if name == "seed" else f"fit.{name}"
-        with pytest.raises(ConfigError, match=rf'{name} must be .*, got "?999'):
-            config.override([f"{name}={'9' * digits}"])
+DIGITS = {20: "fit.epochs fit.batch_size", 400: "fit.epochs fit.lr", 4000: "fit.lr", 5000: "fit.lr run.seed"}
 
 
-@pytest.mark.parametrize("depth", [100, 500, 5000])
-def test_lists_that_are_too_deep_are_refused(depth: int, config: RunConfig) -> None:
-    for name in ("fit.epochs", "fit.milestones"):
+def test_numbers_too_long_and_lists_too_deep_are_refused(config: RunConfig) -> None:
+    for digits, names in DIGITS.items():
+        for name in names.split():
+            with pytest.raises(ConfigError, match=rf'{name} must be .*, got "?999'):
+                config.override([f"{name}={'9' * digits}"])
+    for depth, name in product((100, 500, 5000), ("fit.epochs", "fit.milestones")):
         with pytest.raises(ConfigError, match=f"{name} must be "):
             config.override([f"{name}={'[' * depth}{']' * depth}"])
 
@@ -104,21 +100,17 @@ def test_a_likelihood_that_was_damaged_names_its_file(state: object, config: Run
     out = tmp_path / "run"
     train_run(config, out)
     (out / "checksums.json").unlink()  # which would have told
-    about = json.loads((out / "model.json").read_text())
-    (out / "model.json").write_text(json.dumps({**about, "likelihood_state": state}))
+    edit(out / "model.json", likelihood_state=state)
     with pytest.raises(DataError, match=r"model\.json is damaged"):
         load_run(out)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing", 'must be "package.module:name" or "file.py:name"'),
-        ("no.such.module:build", "no module 'no.such.module'"),
-        ("missing.py:build", "no module 'missing.py'"),
-        ("bayestrain.app.example:digit", 'Did you mean "digits"'),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("nothing", 'must be "package.module:name" or "file.py:name"'),
+    ("no.such.module:build", "no module 'no.such.module'"),
+    ("missing.py:build", "no module 'missing.py'"),
+    ("bayestrain.app.example:digit", 'Did you mean "digits"'),
+])  # fmt: skip
 def test_names_that_lead_nowhere_say_what_to_write(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(name)
@@ -151,27 +143,23 @@ def test_a_config_file_has_every_setting_with_its_meaning(config: RunConfig, tmp
 NAMED = "[run]\nmodel='m:b'\ndata='m:d'\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("fit = 3", r"fit must be a section of settings, \[fit\], got 3"),
-        ("[fit]\nepochs = 3", r"run\.toml: run\.model has no default"),
-        ("[fit]\nepoch = 3", 'no setting "fit.epoch". Did you mean "fit.epochs"'),
-        ("[run]\nepochs = 3", 'no setting "run.epochs". Did you mean "fit.epochs"'),
-        ("[fitt]", 'no setting "fitt". Did you mean "fit"'),
-        (f"{NAMED}[fit]\nlr = inf", r"fit\.lr must be a number above 0, got Infinity"),
-        (f"{NAMED}[fit]\nlr = true", r"fit\.lr must be a number above 0, got true"),
-        (f"{NAMED}[fit]\nepochs = 1.5", r"fit\.epochs must be an integer at least 1, got 1\.5"),
-        (f"{NAMED}[fit]\nmilestones = [0.5, 1.0]", r"must be a list, each a number above 0 and below 1, got \[0.5, 1"),
-        (f"{NAMED}[fit]\noptimizer = 'adm'", 'Did you mean "adam"'),
-        (f"{NAMED}[tensorize]\nkeep_dense = 'x'", "must be a list, each text in quotes"),
-        (f"{NAMED}[tensorize]\nmodes = 3", "modes must be a table, got 3"),
-        ("epochs = " + "9" * 5000, "is not valid TOML"),
-        ("x = " + "[" * 100_000, "is not valid TOML"),
-        ("x = \xff", "is not valid TOML"),
-    ],
-    ids=range(15),
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("fit = 3", r"fit must be a section of settings, \[fit\], got 3"),
+    ("[fit]\nepochs = 3", r"run\.toml: run\.model has no default"),
+    ("[fit]\nepoch = 3", 'no setting "fit.epoch". Did you mean "fit.epochs"'),
+    ("[run]\nepochs = 3", 'no setting "run.epochs". Did you mean "fit.epochs"'),
+    ("[fitt]", 'no setting "fitt". Did you mean "fit"'),
+    (f"{NAMED}[fit]\nlr = inf", r"fit\.lr must be a number above 0, got Infinity"),
+    (f"{NAMED}[fit]\nlr = true", r"fit\.lr must be a number above 0, got true"),
+    (f"{NAMED}[fit]\nepochs = 1.5", r"fit\.epochs must be an integer at least 1, got 1\.5"),
+    (f"{NAMED}[fit]\nmilestones = [0.5, 1.0]", r"must be a list, each a number above 0 and below 1, got \[0.5, 1"),
+    (f"{NAMED}[fit]\noptimizer = 'adm'", 'Did you mean "adam"'),
+    (f"{NAMED}[tensorize]\nkeep_dense = 'x'", "must be a list, each text in quotes"),
+    (f"{NAMED}[tensorize]\nmodes = 3", "modes must be a table, got 3"),
+    ("epochs = " + "9" * 5000, "is not valid TOML"),
+    ("x = " + "[" * 100_000, "is not valid TOML"),
+    ("x = \xff", "is not valid TOML"),
+], ids=range(15))  # fmt: skip
 def test_a_config_that_does_not_fit_names_file_rule_and_value(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(text.encode("latin1"))

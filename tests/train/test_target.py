@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fit_kit import HELD_OUT, Listener, assert_resumes, assert_same, classes, train, wide
+from fit_kit import HELD_OUT, Listener, assert_resumes, classes, train, wide
 
 from bayestrain.errors import ConfigError
 from bayestrain.nn import count_parameters, dense_parameters, ranks
@@ -22,9 +22,6 @@ FLOOR: dict[str, Any] = {
 DENSE = dense_parameters(wide())
 
 
-# --- a size -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("target", [{"target_ratio": 8.0}, {"target_parameters": DENSE // 8}], ids=str)
 def test_training_ends_at_the_size_it_was_given(target: dict[str, Any], every: int) -> None:
@@ -36,13 +33,24 @@ def test_training_ends_at_the_size_it_was_given(target: dict[str, Any], every: i
     assert not any("no rank moved" in text for text in heard.messages)
 
 
-def test_the_size_on_the_way_shrinks_by_the_same_factor() -> None:
+def test_sizes_and_rates_follow_their_schedules() -> None:
     config = FitConfig(epochs=22, compact_from=2.0)
     assert [wanted_parameters(config, epoch, 6400, 100) for epoch in (0, 2)] == [6400, 6400]
     falling = [wanted_parameters(config, epoch, 64_000, 1000) for epoch in (5, 6, 7)]
     assert falling[1] / falling[0] == pytest.approx(falling[2] / falling[1], rel=1e-3)
     assert falling[1] < falling[0]
     assert [wanted_parameters(config, epoch, 6400, 100) for epoch in (17.6, 22)] == [100, 100]
+    cosine = FitConfig(epochs=10, lr=1.0, lr_warmup_epochs=2, finetune_epochs=0)
+    assert [learning_rate(cosine, epoch) for epoch in (0, 5, 10)] == pytest.approx([0.0, 0.5, 0.0])
+    assert learning_rate(cosine, 1) == pytest.approx(0.5 * learning_rate(FitConfig(epochs=10, lr=1.0), 1))
+    step = FitConfig(epochs=10, lr=1.0, schedule="step", milestones=(0.5, 0.75), gamma=0.1)
+    assert [learning_rate(step, epoch) for epoch in (0, 4.9, 5, 7.5)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
+    assert learning_rate(FitConfig(epochs=10, lr=0.3, schedule="constant"), 7) == 0.3
+    tuned = FitConfig(epochs=10, finetune_lr=0.2, finetune_epochs=4)
+    assert [learning_rate(tuned, epoch) for epoch in (10, 12, 14)] == pytest.approx([0.2, 0.1, 0.0])
+    assert learning_rate(tuned, 9, search_ended=4) == pytest.approx(0.1)
+    through = FitConfig(epochs=10, lr=0.5, finetune_lr=0.0, finetune_epochs=10)
+    assert [learning_rate(through, epoch) for epoch in (0, 10, 20)] == pytest.approx([0.5, 0.25, 0.0])
 
 
 @pytest.mark.parametrize("finetune_lr", [0.0, 4e-3])
@@ -87,26 +95,6 @@ def test_a_run_with_a_target_resumes_in_the_same_bits(stop: int, options: dict[s
     assert_resumes(wide, tmp_path, stop, **options, epochs=6, finetune_lr=0.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target_ratio": 1.2}, r"fit\.target_ratio 1\.2 is reached already: the network starts with [\d,]+ param"),
-        ({"target_ratio": 1000.0}, r"fit\.target_ratio 1000 is out of reach: with every rank at 1"),
-        ({"target_parameters": 20}, r"fit\.target_parameters 20 is out of reach: with every rank at 1"),
-        ({"target_ratio": 0.5}, r"fit\.target_ratio must be above 1"),
-        ({"target_ratio": 10.0, "rule": "lambda"}, r'rule "lambda" cannot cut to fit\.target_ratio'),
-    ],
-)
-def test_a_target_that_makes_no_sense_is_refused_before_the_first_step(options: dict[str, Any], message: str) -> None:
-    model = wide()
-    with pytest.raises(ConfigError, match=message):
-        train(model, **options)
-    assert_same(model, wide())
-
-
-# --- an accuracy ------------------------------------------------------------------------------------------------------
-
-
 def test_the_smallest_network_that_holds_an_accuracy_is_found() -> None:
     sizes = {}
     for floor in (0.0, 0.8, 0.97):
@@ -136,13 +124,7 @@ def test_training_returns_to_the_last_good_size_when_accuracy_does_not_recover()
     assert any("the search ended after" in text for text in heard.messages)
 
 
-def test_an_accuracy_needs_classes() -> None:
-    x = torch.randn(100, 24)
-    with pytest.raises(ConfigError, match="needs an accuracy among the metrics"):
-        train(wide(), (x, x[:, :3]), (x, x[:, :3]), likelihood="regression", target_accuracy=0.9)
-
-
-def test_an_accuracy_out_of_reach_cuts_nothing_but_what_is_empty_and_says_so() -> None:
+def test_accuracies_that_no_size_or_any_size_has() -> None:
     noise = torch.randint(3, (200,), generator=torch.Generator().manual_seed(0))
     model, heard = wide(), Listener()
     before = count_parameters(model)
@@ -150,33 +132,15 @@ def test_an_accuracy_out_of_reach_cuts_nothing_but_what_is_empty_and_says_so() -
     train(model, **options, target_accuracy=0.9, callbacks=[heard])
     assert any("no network had validation accuracy 90 %" in text for text in heard.messages)
     assert count_parameters(model) == before
-
-
-def test_a_task_that_needs_no_rank_ends_with_every_rank_at_one() -> None:
     x, _ = classes(300)
     y = torch.zeros(300, dtype=torch.int64)
     model = wide()
     train(model, (x, y), **{**FLOOR, "validation": (x, y)}, target_accuracy=0.9)
     assert {rank for bonds in ranks(model).values() for rank in bonds} == {1}
+    with pytest.raises(ConfigError, match="needs an accuracy among the metrics"):
+        train(wide(), (x, x[:, :3]), (x, x[:, :3]), likelihood="regression", target_accuracy=0.9)
 
 
 @pytest.mark.parametrize("stop", [8, 17])
 def test_a_run_with_an_accuracy_resumes_in_the_same_bits(stop: int, tmp_path: Path) -> None:
     assert_resumes(wide, tmp_path, stop, **FLOOR, target_accuracy=0.93)
-
-
-# --- the schedule -----------------------------------------------------------------------------------------------------
-
-
-def test_rates_follow_their_schedules() -> None:
-    cosine = FitConfig(epochs=10, lr=1.0, lr_warmup_epochs=2, finetune_epochs=0)
-    assert [learning_rate(cosine, epoch) for epoch in (0, 5, 10)] == pytest.approx([0.0, 0.5, 0.0])
-    assert learning_rate(cosine, 1) == pytest.approx(0.5 * learning_rate(FitConfig(epochs=10, lr=1.0), 1))
-    step = FitConfig(epochs=10, lr=1.0, schedule="step", milestones=(0.5, 0.75), gamma=0.1)
-    assert [learning_rate(step, epoch) for epoch in (0, 4.9, 5, 7.5)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
-    assert learning_rate(FitConfig(epochs=10, lr=0.3, schedule="constant"), 7) == 0.3
-    tuned = FitConfig(epochs=10, finetune_lr=0.2, finetune_epochs=4)
-    assert [learning_rate(tuned, epoch) for epoch in (10, 12, 14)] == pytest.approx([0.2, 0.1, 0.0])
-    assert learning_rate(tuned, 9, search_ended=4) == pytest.approx(0.1)
-    through = FitConfig(epochs=10, lr=0.5, finetune_lr=0.0, finetune_epochs=10)
-    assert [learning_rate(through, epoch) for epoch in (0, 10, 20)] == pytest.approx([0.5, 0.25, 0.0])

@@ -1,12 +1,8 @@
-"""The callback for the Trainer of transformers, and an Accelerate loop: as good as `fit`, resumed after a kill."""
-
-from __future__ import annotations
+"""The callback for the Trainer of transformers: as good as `fit`, resumed after a kill; and a loop with Accelerate."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +10,11 @@ import loops_kit as kit
 import pytest
 import torch
 import torch.nn.functional as F
+from fit_kit import assert_same
+from processes import WITH_TESTS, python
 from test_transformers import gpt2
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler
 
 import bayestrain as bt
 from bayestrain.errors import ConfigError
@@ -51,19 +49,21 @@ class Digits(Dataset[Any]):
         return {"x": x[index], "labels": y[index]}
 
 
-class InOrder(transformers.Trainer):  # type: ignore[misc, name-defined]
+class InOrder(transformers.Trainer):
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(Digits())
 
 
 def trainer(folder: Path, model: nn.Module, *callbacks: Any, data: Any = None, **options: Any) -> Any:
-    settings = {
-        "num_train_epochs": kit.EPOCHS,
-        "per_device_train_batch_size": kit.BATCH,
-        "max_grad_norm": 0.0,
+    settings = {"num_train_epochs": kit.EPOCHS, "per_device_train_batch_size": kit.BATCH, "max_grad_norm": 0.0,
+                "report_to": []}  # fmt: skip
+    settings |= {
+        "save_strategy": "epoch",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "use_cpu": True,
         "report_to": [],
     }
-    settings |= {"save_strategy": "epoch", "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     optimizer = torch.optim.Adam(model.parameters(), kit.CONFIG.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, kit.rate)
     args = transformers.TrainingArguments(folder, **{**settings, **options})
@@ -75,7 +75,7 @@ def callback(**options: Any) -> RankCallback:
     return RankCallback(kit.TRAINED, prior=kit.PRIOR, **{**kit.SEARCH, **options})
 
 
-class Kill(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+class Kill(transformers.TrainerCallback):
     """In the middle of an epoch."""
 
     def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
@@ -83,18 +83,12 @@ class Kill(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(call: str, folder: Path) -> None:
-    """Run a call of this file in a process that is killed."""
-    code = f"import sys, torch\nsys.path[:0] = {sys.path!r}\ntorch.set_num_threads(1)\nfrom test_trainer import *\n"
-    code += f"folder = Path({str(folder)!r})\n{call}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_it_reaches_what_fit_reaches(tmp_path: Path) -> None:
     reports, model = list[Any](), Classifier()
-    killed("trainer(folder, Classifier(), callback(), Kill()).train()", tmp_path)
+    code = "import torch\ntorch.set_num_threads(1)\nfrom test_trainer import *\n"
+    code += f"trainer(Path({str(tmp_path)!r}), Classifier(), callback(), Kill()).train()"
+    python("-c", code, status=-signal.SIGKILL, env=WITH_TESTS)
     resumed = trainer(tmp_path, model, callback(notify=reports.append))
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == kit.EPOCHS * kit.STEPS
@@ -136,91 +130,39 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
         callback().on_train_begin(args, transformers.TrainerState(), None)
 
 
-def accelerated(folder: Path, kill: bool = False) -> tuple[nn.Module, list[int]]:
-    """The recipe of docs/loops.md with the rates of `fit`: the network, and its size in each epoch."""
-    from accelerate import Accelerator
-
-    accelerator, model = Accelerator(cpu=True), kit.network()
-    prior = bt.RankPrior(model, kit.TRAINED, weight=kit.PRIOR.weight, align_every=20, warmup_steps=kit.STEPS)
-    optimizer = torch.optim.Adam(model.parameters(), kit.CONFIG.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, kit.rate)
-    loader = DataLoader(kit.batches(), batch_size=None)  # type: ignore[arg-type]
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    accelerator.register_for_checkpointing(prior)
-    sizes, states = list[int](), sorted(folder.glob("epoch-*"))
-    if states:
-        accelerator.load_state(str(states[-1]))
-    for epoch in range(int(states[-1].name[6:]) if states else 0, kit.EPOCHS):
-        if 1 <= epoch < kit.CONFIG.epochs:
-            bt.compact_(model, kit.CONFIG.compact_tol, rule="contribution", optimizer=optimizer)
-        elif epoch == kit.CONFIG.epochs:
-            bt.compact_(model, kit.CONFIG.round_tol, optimizer=optimizer)
-            prior.remove_()
-            optimizer.state.clear()
-        sizes.append(bt.count_parameters(model))
-        searching = epoch < kit.CONFIG.epochs
-        for number, (x, y) in enumerate(loader):
-            if kill and (epoch, number) == (3, 7):
-                os.kill(os.getpid(), signal.SIGKILL)
-            with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(x), y)
-                accelerator.backward(loss + prior.loss() if searching else loss)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            if searching and accelerator.sync_gradients:
-                prior.step()
-        if searching and epoch + 1 < kit.CONFIG.epochs:
-            accelerator.save_state(str(folder / f"epoch-{epoch + 1}"))
-    return model, sizes
-
-
-def test_a_state_from_after_the_final_cut_loads_without_lambda(tmp_path: Path) -> None:
+@pytest.mark.parametrize("searching", [True, False])
+def test_a_loop_with_accelerate_resumes(searching: bool, tmp_path: Path) -> None:
+    """In the middle of the search, and after the final cut without lambda."""
     accelerate = pytest.importorskip("accelerate")
 
     def start() -> tuple[Any, ...]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator, model = accelerate.Accelerator(cpu=True), kit.network()
-        prior, optimizer = bt.RankPrior(model, kit.TRAINED), torch.optim.Adam(model.parameters(), 1e-2)
+        prior, optimizer = bt.RankPrior(model, kit.TRAINED, warmup_steps=4), torch.optim.Adam(model.parameters(), 1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
         accelerator.register_for_checkpointing(prior)
         return accelerator, model, optimizer, prior
 
-    def step(model: nn.Module, optimizer: Any) -> None:
-        F.cross_entropy(model(x), y).backward()
+    def step(model: nn.Module, optimizer: Any, prior: bt.RankPrior) -> None:
+        loss = F.cross_entropy(model(x), y)
+        (loss + prior.loss() if searching else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if searching:
+            prior.step()
 
-    (accelerator, model, optimizer, prior), (x, y) = start(), kit.batches()[0]
-    step(model, optimizer)
-    bt.compact_(model, 0.5, optimizer=optimizer)
-    prior.remove_()
-    step(model, optimizer)
+    (accelerator, *own), (x, y) = start(), kit.batches()[0]
+    step(*own)
+    bt.compact_(own[0], 0.5, rule="contribution" if searching else None, optimizer=own[1])
+    if not searching:
+        own[2].remove_()
+    step(*own)
     accelerator.save_state(str(tmp_path))
-    accelerator, again, other, prior = start()
-    prior.remove_()
+    accelerator, *other = start()
+    if not searching:
+        other[2].remove_()
     accelerator.load_state(str(tmp_path))
-    assert bt.ranks(again) == bt.ranks(model)
-    step(model, optimizer)
-    step(again, other)
-    for one, two in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.slow
-def test_an_accelerate_loop_killed_and_resumed_reaches_what_fit_reaches(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    killed("accelerated(folder, kill=True)", tmp_path)
-    assert [state.name for state in sorted(tmp_path.iterdir())] == ["epoch-1", "epoch-2", "epoch-3"]
-    model, sizes = accelerated(tmp_path)
-    assert sizes == sorted(sizes, reverse=True)
-    assert bt.count_parameters(kit.network()) > sizes[0] > sizes[-1]
-    kit.assert_as_good_as_fit(model)
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    whole, sizes = accelerated(tmp_path / "never")  # and without an interruption
-    assert len(sizes) == kit.EPOCHS
-    kit.assert_as_good_as_fit(whole)
-    for own, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own, other)
+    assert bt.ranks(other[0]) == bt.ranks(own[0]) != bt.ranks(kit.network())
+    for each in (own, other):
+        step(*each)
+    assert_same(*(each[0] for each in (own, other)))

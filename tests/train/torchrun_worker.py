@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fit_kit
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ import bayestrain as bt
 from bayestrain.errors import BayesTrainError, Interrupted
 from bayestrain.nn import TensorizeConfig, factorized_weights, tensorize_
 from bayestrain.posterior.likelihoods import one_tensor
-from bayestrain.train import PriorConfig, fit
+from bayestrain.train import fit
 from bayestrain.train.distributed import join, rank
 
 torch.set_num_threads(1)
@@ -37,10 +38,7 @@ def network() -> nn.Module:
     return model
 
 
-SHORT: dict[str, Any] = {
-    "epochs": 4, "finetune_epochs": 1, "batch_size": 32, "lr": 1e-2, "compact_from": 1, "compact_every": 1,
-    "compact_tol": 0.3, "round_tol": 0.3, "prior": PriorConfig(warmup_epochs=1, align_every=4), "progress": False,
-}  # fmt: skip
+SHORT: dict[str, Any] = {**fit_kit.SHORT, "finetune_epochs": 1, "batch_size": 32}
 """97 data make batches of 32, 32, 32 and 1: four processes do not divide the last one."""
 
 
@@ -70,7 +68,6 @@ def particles(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def of_particles(result: Any) -> dict[str, Any]:
-    assert result.posterior is not None
     whole = result.posterior.gathered()
     return {
         **summary(result), "outputs": whole.outputs(classes(20)[0]).tolist(),
@@ -120,15 +117,9 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 def stream() -> dict[str, Any]:
     """Two uneven shards in batches of 20: 2 and 3 batches; the curve of one process has other batches."""
-    seen: list[Any] = []
-
-    class Look:
-        def on_start(self, plan: Any) -> None:
-            seen.append((plan.num_data, plan.steps_per_epoch))
-
     torch.manual_seed(0)
-    loader = DataLoader(Stream(), 20)
-    return {**summary(fit(network(), loader, **SHORT, callbacks=[Look()])), "plan": seen}
+    found = summary(fit(network(), DataLoader(Stream(), 20), **SHORT, callbacks=[heard := fit_kit.Listener()]))
+    return {**found, "plan": [heard.plan.num_data, heard.plan.steps_per_epoch]}
 
 
 def own_loop() -> dict[str, Any]:
@@ -179,17 +170,13 @@ def wrong(what: str) -> None:
 
 
 SCENARIOS: dict[str, Any] = {
-    "tensors": lambda: map_of("tensors"),
-    "loader": lambda: map_of("loader"),
+    "tensors": lambda: map_of("tensors"), "loader": lambda: map_of("loader"),
     "function": lambda: map_of("function", accumulate=2),
     "sharded": lambda: map_of("tensors", sharded=True, clip_norm=0.5),
-    "svgd": lambda: particles(5),
-    "mesh": lambda: particles(3, replicas=2),
-    "anchored": lambda: particles(4, method="anchored"),
-    "sgld": lambda: particles(4, method="sgld"),
-    "stream": stream,
-    "own_loop": own_loop,
-}
+    "svgd": lambda: particles(5), "mesh": lambda: particles(3, replicas=2),
+    "anchored": lambda: particles(4, method="anchored"), "sgld": lambda: particles(4, method="sgld"),
+    "stream": stream, "own_loop": own_loop,
+}  # fmt: skip
 
 if __name__ == "__main__":
     out, *names = sys.argv[1:]

@@ -6,11 +6,10 @@ The promise: no finished checkpoint or model is lost or half-written, and damage
 runs again without one and must end in the bits of an undisturbed run. Writes results/trust/faults.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
+import gzip
 import hashlib
 import http.client
 import json
@@ -31,14 +30,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-for place in ("", "tests/app", "tests/trust"):
+for place in ("", "tests", "tests/app", "tests/trust"):
     sys.path.insert(0, str(Path(__file__).parents[2] / place))
 
 import torch  # noqa: E402
 import uvicorn  # noqa: E402
-from readers import X, Y, dense, small, trained  # noqa: E402
+from readers import X, Y, dense, settings, small, trained  # noqa: E402
 from trust_kit import record  # noqa: E402
 
 from bayestrain import export, fit, load, save  # noqa: E402
@@ -46,7 +46,6 @@ from bayestrain.app.cli.serve import application  # noqa: E402
 from bayestrain.app.report.read import read_run  # noqa: E402
 from bayestrain.errors import BayesTrainError  # noqa: E402
 from bayestrain.train import RunFolder  # noqa: E402
-from bayestrain.train import config as configs  # noqa: E402
 from bayestrain.train.run import load_run, train_run  # noqa: E402
 from paper.fetch import File, fetch  # noqa: E402
 
@@ -69,34 +68,23 @@ def tensors(model: torch.nn.Module) -> list[Any]:
     return [(name, value.tolist()) for name, value in model.state_dict().items()]
 
 
-# --- jobs -------------------------------------------------------------------------------------------------------------
-
-
-class Epochs:
-    """Tells of every epoch, whose checkpoint is finished then."""
-
-    def __init__(self, tell: Tell) -> None:
-        self.on_epoch = lambda row: tell(f"epoch {row['epoch']}")
+def begun(folder: Path, tell: Tell) -> dict[str, Any]:
+    """Whether to resume, and what tells of every epoch, whose checkpoint is finished then."""
+    torch.manual_seed(0)
+    names = ("result.json", "checkpoint.pt", "checkpoint-previous.pt")
+    callback = SimpleNamespace(on_epoch=lambda row: tell(f"epoch {row['epoch']}"))
+    return {"resume": any((folder / name).exists() for name in names), "callbacks": [callback]}
 
 
 def train(folder: Path, tell: Tell) -> None:
-    torch.manual_seed(0)
-    holds = any((folder / name).exists() for name in ("checkpoint.pt", "checkpoint-previous.pt"))
-    result = fit(small(), (X, Y), folder=folder, resume=holds, epochs=5, finetune_epochs=2, batch_size=6,
-                 callbacks=[Epochs(tell)], progress=False)  # fmt: skip
+    options = {**begun(folder, tell), "epochs": 5, "finetune_epochs": 2, "batch_size": 6, "progress": False}
+    result = fit(small(), (X, Y), folder=folder, **options)
     save(result.model, folder / "model")
     tell("done")
 
 
 def train_posterior(folder: Path, tell: Tell) -> None:
-    torch.manual_seed(0)
-    holds = any((folder / name).exists() for name in ("result.json", "checkpoint.pt", "checkpoint-previous.pt"))
-    settings = configs.RunConfig(
-        run=configs.RunSettings(model="readers:digits", data="readers:few_digits"),
-        fit=configs.FitConfig(epochs=2, finetune_epochs=1, batch_size=20),
-        posterior=configs.PosteriorConfig(particles=2),
-    )
-    train_run(settings, folder, resume=holds, callbacks=[Epochs(tell)])
+    train_run(settings(epochs=2, batch_size=20), folder, **begun(folder, tell))
     tell("done")
 
 
@@ -139,10 +127,8 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @functools.cache
-def published() -> tuple[list[File], list[dict[str, str]], bytes]:
+def published() -> tuple[list[File], list[dict[str, str]]]:
     """Two files on a server of this process."""
-    import gzip
-
     folder, files = Path(tempfile.mkdtemp()), []
     for name in ("one", "two"):
         content = random.Random(name).randbytes(60_000)
@@ -150,12 +136,11 @@ def published() -> tuple[list[File], list[dict[str, str]], bytes]:
         files.append(File(name, len(content), hashlib.sha256(content).hexdigest()))
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return files, [{"mirror": f"http://127.0.0.1:{server.server_port}/"}], b""
+    return files, [{"mirror": f"http://127.0.0.1:{server.server_port}/"}]
 
 
 def fetched(folder: Path, tell: Tell) -> None:
-    files, sources, _ = published()
-    fetch(files, folder, sources)
+    fetch(published()[0], folder, published()[1])
     tell("done")
 
 
@@ -223,9 +208,6 @@ JOBS = {
 FINAL = {"train": "model/model.safetensors", "posterior": "posterior.safetensors", "save": "model.safetensors"}
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
 def start(job: Job, folder: Path, before: Callable[[], object] = lambda: None) -> tuple[int, int]:
     """Fork a process that runs the job; its number, and the pipe on which it tells what it has finished."""
     reading, writing = os.pipe()
@@ -245,10 +227,8 @@ def start(job: Job, folder: Path, before: Callable[[], object] = lambda: None) -
         known = isinstance(error, EXPECTED) or bad_alloc
         with contextlib.suppress(BaseException):
             where = "" if known else " | ".join(traceback.format_exc().splitlines()[-4:])
-            os.write(
-                writing,
-                f"{'refused' if known else 'UNEXPECTED'} {type(error).__name__}: {text[:300]} {where}\n".encode(),
-            )
+            kind = "refused" if known else "UNEXPECTED"
+            os.write(writing, f"{kind} {type(error).__name__}: {text[:300]} {where}\n".encode())
         code = 3 if known else 4
     finally:
         os._exit(code)
@@ -441,7 +421,6 @@ class Faults:
             while process.poll() is None:
                 clock.write_text(f"{draw.randint(-3650, 3650):+d}d\n")
                 time.sleep(0.05)
-            assert process.stdout is not None
             lines = process.stdout.read().decode().splitlines()
         assert process.returncode == 0, lines[-5:]
         self.ends["finished"] += 1

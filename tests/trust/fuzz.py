@@ -6,8 +6,6 @@ Input number k of a reader depends on nothing but the seed and k, so that any fa
 ``--readers config --only 1234``. Writes results/trust/fuzz.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler
@@ -25,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-for place in ("", "tests/app", "tests/trust"):
+for place in ("", "tests", "tests/app", "tests/trust"):
     sys.path.insert(0, str(Path(__file__).parents[2] / place))
 
 import torch  # noqa: E402

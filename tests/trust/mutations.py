@@ -1,7 +1,5 @@
 """Damage to valid files, drawn from a seeded generator: bytes, JSON, safetensors, and Python objects."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Everything of the package that reads what others wrote, each with valid inputs and a way to damage them."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gzip
@@ -12,6 +10,7 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +243,17 @@ def checksums(folder: Path) -> Reader:
     return Reader([(content,)], one_of(json_damaged), read)
 
 
-def trained(folder: Path, particles: int = 2) -> Path:
-    """A finished run of the embedded example, as `bayestrain train` makes it."""
-    settings = configs.RunConfig(
+def settings(particles: int = 2, epochs: int = 1, **options: Any) -> configs.RunConfig:
+    return configs.RunConfig(
         run=configs.RunSettings(model="readers:digits", data="readers:few_digits"),
-        fit=configs.FitConfig(epochs=1, finetune_epochs=1),
+        fit=configs.FitConfig(epochs=epochs, finetune_epochs=1, **options),
         posterior=configs.PosteriorConfig(particles=particles),
     )
-    train_run(settings, folder / "run")
+
+
+def trained(folder: Path, particles: int = 2) -> Path:
+    """A finished run of the embedded example, as `bayestrain train` makes it."""
+    train_run(settings(particles), folder / "run")
     (folder / "run" / "checksums.json").unlink()
     return folder / "run"
 
@@ -404,26 +406,12 @@ def hub(_: Path) -> Reader:
     return Reader([(weights,)], one_of(json_damaged), read)
 
 
-ABOUT = {
-    "classes": ["a", "b"],
-    "mean": [0.5],
-    "metrics": {"accuracy": 0.9},
-    "data": "digits",
-    "model": "m:b",
-    "name": "n",
-}
+ABOUT = {"classes": ["a", "b"], "mean": [0.5], "metrics": {"accuracy": 0.9}, "data": "d", "model": "m:b", "name": "n"}
 
 
-def metadata(_: Path) -> Reader:
-    """What `export` is told to write into a file."""
-    model = small()
-    return Reader([ABOUT], lambda seed, draw, _: spliced(seed, draw), lambda about: _about(model, None, about))
-
-
-def description(folder: Path) -> Reader:
-    """What `save` is told to write beside a model, and its card shows."""
-    model = small()
-    return Reader([ABOUT], lambda seed, draw, _: spliced(seed, draw), lambda about: save(model, folder / "m", about))
+def metadata(read: Callable[[Any], object]) -> Reader:
+    """What `export` and `save` are told to write into a file, and a card to show."""
+    return Reader([ABOUT], lambda seed, draw, _: spliced(seed, draw), read)
 
 
 READERS: dict[str, Callable[[Path], Reader]] = {
@@ -431,29 +419,14 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "model.safetensors": lambda folder: saved_model(folder, stacked=False, description=False),
     "model.json of a posterior": lambda folder: saved_model(folder, stacked=True, description=True),
     "posterior.safetensors": lambda folder: saved_model(folder, stacked=True, description=False),
-    "checkpoint": checkpoint,
-    "state of a checkpoint": resumed,
-    "state of a posterior": state,
-    "config": config,
-    "--set": override,
+    "checkpoint": checkpoint, "state of a checkpoint": resumed, "state of a posterior": state, "config": config,
+    "--set": override, "checksums": checksums, "finished run": finished_run, "HTTP bodies": served,
+    "models of transformers": hub, "arrays": arrays, "data archives": archives, "pictures": pictures,
     "files of a run": lambda folder: run_files(folder, read_run),
     "files of a report": lambda folder: run_files(folder, write_report),
-    "checksums": checksums,
-    "finished run": finished_run,
-    "HTTP bodies": served,
-    "models of transformers": hub,
-    "arrays": arrays,
-    "data archives": archives,
-    "pictures": pictures,
-    "metadata of an export": metadata,
-    "metadata of a model": description,
-}
-SLOW = {
-    "files of a report": 300,
-    "state of a checkpoint": 20,
-    "HTTP bodies": 5,
-    "models of transformers": 5,
-    "metadata of a model": 5,
-    "state of a posterior": 5,
-}
+    "metadata of an export": lambda _: metadata(partial(_about, small(), None)),
+    "metadata of a model": lambda folder: metadata(partial(save, small(), folder / "m")),
+}  # fmt: skip
+SLOW = {"files of a report": 300, "state of a checkpoint": 20}
+SLOW |= dict.fromkeys(("HTTP bodies", "models of transformers", "metadata of a model", "state of a posterior"), 5)
 """How many times fewer inputs a reader gets, because one takes so much longer."""

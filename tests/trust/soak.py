@@ -5,8 +5,6 @@
 Half of the answers are of a model, half of a posterior. It ends after both limits. Writes results/trust/soak.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools
@@ -17,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests/trust", "tests/app", "")]
+sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests/trust", "tests/app", "tests", "")]
 
 import torch  # noqa: E402
 from readers import posterior_fixed  # noqa: E402
@@ -28,7 +26,6 @@ INPUTS, ROUND = 20, 1_000
 
 
 def held() -> dict[str, float]:
-    """Megabytes and file handles of this process."""
     gc.collect()
     kilobytes = int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])
     return {"megabytes": round(kilobytes / 1024, 1), "handles": len(list(Path("/proc/self/fd").iterdir()))}
@@ -43,7 +40,7 @@ def soak(predictions: int, seconds: float) -> dict[str, Any]:
     @torch.no_grad()
     def ask(k: int) -> torch.Tensor:
         x, z = rows[k // 2 % INPUTS]
-        return posterior.predict(z).mean if k % 2 else model(x)  # type: ignore[no-any-return]
+        return posterior.predict(z).mean if k % 2 else model(x)
 
     serial, began, every = [ask(k) for k in range(2 * INPUTS)], time.monotonic(), 1
     with ThreadPoolExecutor(THREADS) as pool:

@@ -1,15 +1,12 @@
-"""One model used by 8 threads gives the serial answers to rounding, and by forked workers bit for bit."""
+"""A model used by 8 threads gives the serial answers to rounding; a model or posterior in forked workers, the bits."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from processes import WITH_TESTS, python
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -27,7 +24,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.reshape(len(x), 2, 32)
-        return self.own(x, x, x)[0].flatten(1)  # type: ignore[no-any-return]
+        return self.own(x, x, x)[0].flatten(1)
 
 
 def network(format: str = "tt") -> nn.Module:
@@ -64,33 +61,33 @@ def test_eight_threads_get_the_serial_answers_of_a_model(make: Callable[[], nn.M
 class Predictions(Dataset[Tensor]):
     """Predicts in the workers of a loader."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: Callable[[Tensor], Tensor], rows: list[Tensor]) -> None:
+        self.model, self.rows = model, rows
 
     def __len__(self) -> int:
-        return THREADS
+        return len(self.rows)
 
+    @torch.no_grad()
     def __getitem__(self, index: int) -> Tensor:
-        with torch.no_grad():
-            return self.model(inputs()[index])  # type: ignore[no-any-return]
+        return self.model(self.rows[index])
 
 
 FORK = """
 import torch
+from readers import posterior_fixed
 from test_workers import Predictions, inputs, network
 from torch.utils.data import DataLoader
 
 torch.set_num_threads(1)
-model = network()
-with torch.no_grad():
-    expected = [model(x) for x in inputs()]
-for workers in (1, 3):
-    loader = DataLoader(Predictions(model), batch_size=None, num_workers=workers, multiprocessing_context="fork")
-    assert all(torch.equal(*pair) for pair in zip(loader, expected, strict=True)), workers
+posterior = posterior_fixed()
+for model, channels in (network(), 1), (lambda x: posterior.predict(x).mean, 2):
+    given = Predictions(model, [x.expand(-1, channels, -1, -1) for x in inputs()])
+    expected = [given[k] for k in range(len(given))]
+    for workers in (1, 3):
+        loader = DataLoader(given, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+        assert all(torch.equal(*pair) for pair in zip(loader, expected, strict=True)), workers
 """
 
 
-def test_forked_workers_get_the_serial_answers_of_a_model() -> None:
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    assert subprocess.run([sys.executable, "-c", FORK], env=environment, timeout=120, check=False).returncode == 0
+def test_forked_workers_get_the_serial_answers() -> None:
+    python("-c", FORK, env=WITH_TESTS)

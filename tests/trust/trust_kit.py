@@ -1,7 +1,5 @@
 """Records of the trust tools: results/trust/*.json, and the page results/trust.md made from them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -85,10 +83,8 @@ def coverage(found: dict[str, Any]) -> str:
 
 
 def soak(found: dict[str, Any]) -> str:
-    text = (
-        f"{found['predictions']:,} predictions from {found['threads']} threads, of which {found['wrong']} differ from "
-    )
-    text += "the serial ones. What the process holds meanwhile:\n\n"
+    text = f"{found['predictions']:,} predictions from {found['threads']} threads, of which {found['wrong']} differ "
+    text += "from the serial ones. What the process holds meanwhile:\n\n"
     curve = found["curve"]
     rows = [list(curve[k].values()) for k in sorted({round(j * (len(curve) - 1) / 9) for j in range(10)})]
     return f"## Soak\n\n{text}{table(['seconds', 'megabytes', 'handles'], rows)}"
