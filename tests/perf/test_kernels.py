@@ -32,7 +32,7 @@ def plain(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]
 
 
 def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
-    return kernels.TwoFactors.apply(x, a, b, bias, sizes, False)
+    return kernels.product(x, a, b, bias, sizes, False)
 
 
 def example(
@@ -86,7 +86,9 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 @pytest.mark.parametrize("sizes", [[128, 65, 16, 33], [128, 128, 64, 64], [3, 2, 5, 4]])
 def test_tiles_hold_several_small_samples_or_a_large_one(sizes: list[int]) -> None:
     tensors = example(1, 3, 2, sizes, torch.float32, torch.float32)
-    assert (kernels.options(sizes, tensors[0], kernels.WIDE)["P"] > 1) == (max(sizes) < 128 or sizes[3] == 33)
+    assert (kernels.options(tuple(sizes), torch.float32, "high", kernels.WIDE)["P"] > 1) == (
+        max(sizes) < 128 or sizes[3] == 33
+    )
     y, wanted = product(*tensors, sizes), plain(*tensors, sizes)
     g = torch.randn_like(y)
     ours, theirs = (torch.autograd.grad(own, tensors, g) for own in (y, wanted))

@@ -6,6 +6,7 @@ comes with PyTorch for CUDA.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,22 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bayestrain.nn.precision import transformed
 from bayestrain.perf.planner import tile
 
 WIDE, NARROW = 128, 64  # so many columns, and more samples are packed into a tile: of products, and of gradients
 PROGRAMS = 528  # that sum up gradients, about: some for every multiprocessor of a large GPU
 
-Sizes = Sequence[int]
+Sizes = tuple[int, ...]
 """Outputs and inputs of the first factor, outputs and inputs of the second one."""
 
 
-def options(sizes: Sizes, x: Tensor, columns: int) -> dict[str, Any]:
-    """Tiles, samples in a tile, and what else a kernel is compiled with."""
+@lru_cache(maxsize=1024)
+def options(sizes: Sizes, dtype: torch.dtype, precision: str, columns: int) -> dict[str, Any]:
+    """Tiles, samples in a tile, and what else a kernel is compiled with; `precision` as PyTorch has it for float32."""
     tiles = dict(zip(("O1", "I1", "O2", "I2"), map(tile, sizes), strict=True))
-    large = max(tiles.values()) * x.element_size() > 2 * NARROW * 4 - 1
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    large = max(tiles.values()) * dtype.itemsize > 2 * NARROW * 4 - 1
     return tiles | {
-        "P": max(1, (NARROW if large else columns) // min(tiles.values())), "PRECISION": "ieee" if exact else "tf32",
+        "P": max(1, (NARROW if large else columns) // min(tiles.values())),
+        "PRECISION": "ieee" if dtype == torch.float32 and precision == "highest" else "tf32",
         "num_warps": 8 if columns == WIDE or max(tiles.values()) > NARROW else 4, "num_stages": 1 if large else 3,
     }  # fmt: skip
 
@@ -109,7 +112,7 @@ def multiply(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[i
         a, b = a.unflatten(2, (o1, i1)).mT, b.unflatten(2, (o2, i2)).mT
         o1, i1, o2, i2 = i1, o1, i2, o2
     x, a, b, y = x.contiguous(), a.contiguous(), b.contiguous(), x.new_empty(nets, count, o1 * o2)
-    how = options((o1, i1, o2, i2), x, WIDE)
+    how = options((o1, i1, o2, i2), x.dtype, torch.get_float32_matmul_precision(), WIDE)
     if y.numel():
         own = bias if bias is None else bias.contiguous()
         _multiply[(-(-count // how["P"]), nets)](
@@ -123,7 +126,7 @@ def sums(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[
     (o1, i1, o2, i2), (nets, count, _), rank = sizes, x.shape, a.shape[1]
     if not count:
         return torch.zeros_like(a), torch.zeros_like(b)
-    how = options(sizes, x, NARROW)
+    how = options(tuple(sizes), x.dtype, torch.get_float32_matmul_precision(), NARROW)
     turns = -(-count // how["P"])
     rounds = -(-turns // max(1, min(turns, PROGRAMS // (rank * nets))))
     parts = -(-turns // rounds)
@@ -150,12 +153,18 @@ def _(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Ten
     return a.new_empty(a.shape), b.new_empty(b.shape)
 
 
-def _product(*given: Any) -> Tensor:
-    found: Tensor = TwoFactors.apply(*given)  # type: ignore[no-untyped-call]
+def product(*given: Any) -> Tensor:
+    """`multiply` with its gradients."""
+    eager = not transformed() and not torch.compiler.is_compiling()
+    if eager and not torch.is_grad_enabled():
+        return multiply(*given)
+    found: Tensor = (EagerTwoFactors if eager else TwoFactors).apply(*given)  # type: ignore[no-untyped-call]
     return found
 
 
 def _sums(*given: Any) -> tuple[Tensor, Tensor]:
+    if not (transformed() or torch.compiler.is_compiling() or torch.is_grad_enabled()):
+        return sums(*given)
     found: tuple[Tensor, Tensor] = Gradients.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
@@ -178,7 +187,7 @@ class TwoFactors(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b = ctx.saved_tensors
         needs, of_a, of_b = ctx.needs_input_grad, None, None
-        of_x = _product(g, a, b, None, ctx.sizes, not ctx.transposed) if needs[0] else None
+        of_x = product(g, a, b, None, ctx.sizes, not ctx.transposed) if needs[0] else None
         if needs[1] or needs[2]:
             ends = (g, x) if ctx.transposed else (x, g)
             of_a, of_b = _sums(*ends, a, b, ctx.sizes)
@@ -187,8 +196,20 @@ class TwoFactors(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Sequence[int | None], *given: Any) -> tuple[Tensor, int]:
-        y = _product(*_together(info.batch_size, dims, given[:4]), *given[4:])
+        y = product(*_together(info.batch_size, dims, given[:4]), *given[4:])
         return y.unflatten(0, (info.batch_size, -1)), 0
+
+
+class EagerTwoFactors(torch.autograd.Function):
+    """The same without `vmap`: PyTorch inspects the signature of the other one at each call, which takes longer."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        y = multiply(*given)
+        TwoFactors.setup_context(ctx, given, y)
+        return y
+
+    backward = TwoFactors.backward
 
 
 class Gradients(torch.autograd.Function):
@@ -210,7 +231,7 @@ class Gradients(torch.autograd.Function):
         x, g, a, b = ctx.saved_tensors
         along = [(of_a.to(a.dtype), b), (a, of_b.to(b.dtype))]
         of_g, of_x = (
-            _product(own, *along[0], None, ctx.sizes, turned) + _product(own, *along[1], None, ctx.sizes, turned)
+            product(own, *along[0], None, ctx.sizes, turned) + product(own, *along[1], None, ctx.sizes, turned)
             for own, turned in ((x, False), (g, True))
         )
         _, to_b = _sums(x, g, of_a.to(a.dtype), b, ctx.sizes)

@@ -80,14 +80,14 @@ def fused(
     x: Tensor, pair: tuple[Tensor, Tensor], bias: Tensor | None, train: Train, bond: int, dtype: torch.dtype
 ) -> Tensor:
     """``(.., inputs) -> (.., outputs)`` by the kernels for the two factors on both sides of a bond."""
-    from bayestrain.perf.kernels import TwoFactors
+    from bayestrain.perf.kernels import product
 
     (a, b), (o1, i1, o2, i2), (outputs, inputs) = pair, train.sizes(bond), train.shape
     rows = x.reshape(1, -1, x.shape[-1]).to(dtype)
     rows = rows if inputs == i1 * i2 else F.pad(rows, (0, i1 * i2 - inputs))
     own = None if bias is None else bias[None]
     own = own if own is None or outputs == o1 * o2 else F.pad(own, (0, o1 * o2 - outputs))
-    y: Tensor = TwoFactors.apply(rows, a[None], b[None], own, [o1, i1, o2, i2], False)  # type: ignore[no-untyped-call]
+    y = product(rows, a[None], b[None], own, [o1, i1, o2, i2], False)
     y = y if outputs == o1 * o2 else y[..., :outputs]
     return y.reshape(*x.shape[:-1], outputs)
 

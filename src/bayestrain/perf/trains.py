@@ -57,7 +57,8 @@ def factors(
 
 def pair(train: Train, cores: Collection[Tensor], bond: int) -> tuple[Tensor, Tensor]:
     """The factors on both sides of a bond of paired modes: ``(rank, outputs * inputs)`` each."""
-    left, right = (_merged(own) for own in (_four_way(train, cores)[:bond], _four_way(train, cores)[bond:]))
+    four_way = _four_way(train, cores)
+    left, right = _merged(four_way[:bond]), _merged(four_way[bond:])
     return left.reshape(-1, left.shape[-1]).mT, right.reshape(len(right), -1)
 
 
