@@ -96,6 +96,18 @@ def test_tiles_hold_several_small_samples_or_a_large_one(sizes: list[int]) -> No
         assert error(found, right) < 2e-5
 
 
+def test_compiled_without_a_graph_break() -> None:
+    sizes = [3, 4, 5, 2]
+    tensors = example(1, 4, 2, sizes, torch.float32, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *own: product(*own, sizes), fullgraph=True, backend="aot_eager")
+    y, wanted = compiled(*tensors), plain(*tensors, sizes)
+    g = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(own, tensors, g) for own in (y, wanted))
+    for found, right in zip((y, *ours), (wanted, *theirs), strict=True):
+        assert error(found, right) < 2e-5
+
+
 def test_second_derivatives() -> None:
     sizes = [3, 4, 5, 2]
     tensors = example(1, 4, 2, sizes, torch.float32, torch.float32)

@@ -155,15 +155,16 @@ def _(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Ten
 
 def product(*given: Any) -> Tensor:
     """`multiply` with its gradients."""
-    eager = not transformed() and not torch.compiler.is_compiling()
-    if eager and not torch.is_grad_enabled():
-        return multiply(*given)
-    found: Tensor = (EagerTwoFactors if eager else TwoFactors).apply(*given)  # type: ignore[no-untyped-call]
-    return found
+    kind: Any = TwoFactors
+    if not (torch.compiler.is_compiling() or transformed()):
+        if not torch.is_grad_enabled():
+            return multiply(*given)
+        kind = EagerTwoFactors
+    return kind.apply(*given)  # type: ignore[no-any-return]
 
 
 def _sums(*given: Any) -> tuple[Tensor, Tensor]:
-    if not (transformed() or torch.compiler.is_compiling() or torch.is_grad_enabled()):
+    if not (torch.compiler.is_compiling() or transformed() or torch.is_grad_enabled()):
         return sums(*given)
     found: tuple[Tensor, Tensor] = Gradients.apply(*given)  # type: ignore[no-untyped-call]
     return found
