@@ -155,28 +155,30 @@ def _(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Ten
 
 def product(*given: Any) -> Tensor:
     """`multiply` with its gradients."""
-    kind: Any = TwoFactors
-    if not (torch.compiler.is_compiling() or transformed()):
-        if not torch.is_grad_enabled():
-            return multiply(*given)
-        kind = EagerTwoFactors
-    return kind.apply(*given)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return two_factors(*given)  # type: ignore[no-any-return]
+    if transformed():
+        return TwoFactors.apply(*given)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled():
+        return EagerTwoFactors.apply(*given)  # type: ignore[no-any-return, no-untyped-call]
+    return multiply(*given)
 
 
 def _sums(*given: Any) -> tuple[Tensor, Tensor]:
-    if not (torch.compiler.is_compiling() or transformed() or torch.is_grad_enabled()):
+    if torch.compiler.is_compiling():
+        return gradients(*given)  # type: ignore[no-any-return]
+    if not (transformed() or torch.is_grad_enabled()):
         return sums(*given)
     found: tuple[Tensor, Tensor] = Gradients.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
 
 class TwoFactors(torch.autograd.Function):
-    """`two_factors` with its gradients; inside of `vmap` networks are an axis of the grid."""
+    """`multiply` with its gradients; inside of `vmap` networks are an axis of the grid."""
 
     @staticmethod
     def forward(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
-        run = two_factors if torch.compiler.is_compiling() else multiply
-        return run(x, a, b, bias, sizes, transposed)
+        return multiply(x, a, b, bias, sizes, transposed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
@@ -201,6 +203,9 @@ class TwoFactors(torch.autograd.Function):
         return y.unflatten(0, (info.batch_size, -1)), 0
 
 
+two_factors.register_autograd(TwoFactors.backward, setup_context=TwoFactors.setup_context)
+
+
 class EagerTwoFactors(torch.autograd.Function):
     """The same without `vmap`: PyTorch inspects the signature of the other one at each call, which takes longer."""
 
@@ -214,12 +219,11 @@ class EagerTwoFactors(torch.autograd.Function):
 
 
 class Gradients(torch.autograd.Function):
-    """`gradients` with the gradients of its own, which plain operations compute."""
+    """`sums` with gradients of their own, which are such products and sums again."""
 
     @staticmethod
     def forward(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        run = gradients if torch.compiler.is_compiling() else sums
-        return run(x, g, a, b, sizes)
+        return sums(x, g, a, b, sizes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG004
