@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 KINDS = list(TOLERANCE)[: 3 if CUDA else 2]  # the interpreter multiplies bfloat16 as if it were integers
-SIZE = st.integers(1, 128 if CUDA else 20)
+SIZE = st.sampled_from([1, 7, 16, 20, 33, 64]) if CUDA else st.integers(1, 20)
 
 
 def plain(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
@@ -56,7 +56,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if CUDA:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
         for size in (1 << 16, 1 << 20, 1 << 24):
             torch.full((size,), math.nan, device="cuda")
 
@@ -69,7 +69,6 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_outputs_and_gradients_are_those_of_the_definition(
     sizes: list[int], nets: int, count: int, rank: int, kind: torch.dtype, precise: bool, biased: bool
 ) -> None:
-    assume(planner.fits(tuple(sizes), kind.itemsize))
     tensors: list[Any] = example(nets, count, rank, sizes, kind, torch.float32 if precise else kind)
     exact: list[Any] = [own.detach().double().requires_grad_() for own in tensors]
     if not biased:
@@ -83,12 +82,10 @@ def test_outputs_and_gradients_are_those_of_the_definition(
         assert error(found, right) <= TOLERANCE[kind]
 
 
-@pytest.mark.parametrize("sizes", [[128, 65, 16, 33], [128, 128, 64, 64], [3, 2, 5, 4]])
-def test_tiles_hold_several_small_samples_or_a_large_one(sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[64, 33, 16, 40], [3, 2, 5, 4]])
+def test_tiles_hold_several_samples(sizes: list[int]) -> None:
     tensors = example(1, 3, 2, sizes, torch.float32, torch.float32)
-    assert (kernels.options(tuple(sizes), torch.float32, "high", kernels.WIDE)["P"] > 1) == (
-        max(sizes) < 128 or sizes[3] == 33
-    )
+    assert kernels.options(tuple(sizes), torch.float32, "tf32", kernels.WIDE)["P"] > 1
     y, wanted = product(*tensors, sizes), plain(*tensors, sizes)
     g = torch.randn_like(y)
     ours, theirs = (torch.autograd.grad(own, tensors, g) for own in (y, wanted))
@@ -170,7 +167,7 @@ def test_the_planner_takes_the_kernels_where_they_are_faster() -> None:
     task = planner.Task(rows=4096)
     large = planner.Train((8,) * 4, (8,) * 4, (4096, 4096))
     assert planner.cheapest(large, (1, 4, 4, 4, 1), task, planner.CUDA).fused
-    assert not planner.cheapest(large, (1, 8, 64, 8, 1), task, planner.CUDA).fused
+    assert not planner.cheapest(large, (1, 8, 32, 8, 1), task, planner.CUDA).fused
     assert not planner.cheapest(large, (1, 4, 4, 4, 1), task, planner.CUDA._replace(fused=0.0)).fused
     huge = planner.Train((256, 256), (256, 256), (65536, 65536))
     assert not planner.cheapest(huge, (1, 2, 1), task, planner.CUDA).fused
@@ -179,7 +176,7 @@ def test_the_planner_takes_the_kernels_where_they_are_faster() -> None:
 @pytest.mark.skipif(not CUDA or fast() is None, reason="needs a CUDA device, and perf")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_eager_compiled_and_captured_layers_agree(autocast: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     layer = TensorLinear(4096, 4000, max_rank=2).cuda()
     x = torch.randn(2048, 4096, device="cuda", requires_grad=True)
     expected = layers.expect(layer, x, training=True)

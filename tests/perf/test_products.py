@@ -69,6 +69,10 @@ def test_one_node_for_two_factors_has_all_derivatives(ins: tuple[int, ...], outs
         return [y, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), wanted)]
 
     torch.testing.assert_close(derivatives(own(x)), derivatives(F.linear(x, own.weight, own.bias)), **CLOSE)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = own.float()(x.float())
+    assert all(found.isfinite().all() for found in torch.autograd.grad(y.sum(), own.cores[1], create_graph=True))
+    own.double()
     frozen = own.requires_grad_(False)(x)
     torch.testing.assert_close(torch.autograd.grad(frozen.sum(), x), torch.autograd.grad(own.to_dense()(x).sum(), x))
 
@@ -226,3 +230,28 @@ def test_tables_follow_types_and_leave_others_to_the_readable_group() -> None:
     same_as_readable(tables)
     model.double()
     same_as_readable(tables)
+
+
+def test_frozen_split_layers_save_only_their_factors() -> None:
+    own, h = layer("split").requires_grad_(False), torch.randn(64, 24, dtype=torch.float64, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        x = h * 1
+        y = own(x)
+    assert not any(len(tensor) == 64 for tensor in saved if tensor is not h)
+    with torch.no_grad():
+        x.add_(1)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), h)[0], own.weight.sum(0).expand(64, -1))
+
+
+def test_compiled_layers_under_transformations_of_torch_func() -> None:
+    own, x = layer("split"), torch.randn(3, 24, dtype=torch.float64)
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.vmap(torch.func.grad(lambda x: own(x).square().sum())), backend="aot_eager")
+    torch.testing.assert_close(compiled(x), 2 * own(x) @ own.weight, **CLOSE)
+
+
+def test_nested_inputs_of_a_split_layer() -> None:
+    own, x = layer("split"), torch.randn(5, 24, dtype=torch.float64)
+    nested = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+    torch.testing.assert_close(own(nested).values(), own(x), **CLOSE)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bayestrain.nn.precision import transformed
 from bayestrain.perf.planner import tile
 
-WIDE, NARROW = 128, 64  # so many columns, and more samples are packed into a tile: of products, and of gradients
+WIDE, NARROW = 128, 64  # rows and columns up to which samples are packed into a tile: of products, and of gradients
 PROGRAMS = 528  # that sum up gradients, about: some for every multiprocessor of a large GPU
 
 Sizes = tuple[int, ...]
@@ -26,13 +26,11 @@ Sizes = tuple[int, ...]
 
 @lru_cache(maxsize=1024)
 def options(sizes: Sizes, dtype: torch.dtype, precision: str, columns: int) -> dict[str, Any]:
-    """Tiles, samples in a tile, and what else a kernel is compiled with; `precision` as PyTorch has it for float32."""
+    """Tiles, samples in a tile, and what else a kernel is compiled with; `precision` is that of float32 products."""
     tiles = dict(zip(("O1", "I1", "O2", "I2"), map(tile, sizes), strict=True))
-    large = max(tiles.values()) * dtype.itemsize > 2 * NARROW * 4 - 1
     return tiles | {
-        "P": max(1, (NARROW if large else columns) // min(tiles.values())),
-        "PRECISION": "ieee" if dtype == torch.float32 and precision == "highest" else "tf32",
-        "num_warps": 8 if columns == WIDE or max(tiles.values()) > NARROW else 4, "num_stages": 1 if large else 3,
+        "P": max(1, columns // max(tiles.values())), "num_warps": 8 if columns == WIDE else 4,
+        "PRECISION": "tf32" if precision == "tf32" or dtype != torch.float32 else "ieee",
     }  # fmt: skip
 
 
@@ -112,12 +110,11 @@ def multiply(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, sizes: list[i
         a, b = a.unflatten(2, (o1, i1)).mT, b.unflatten(2, (o2, i2)).mT
         o1, i1, o2, i2 = i1, o1, i2, o2
     x, a, b, y = x.contiguous(), a.contiguous(), b.contiguous(), x.new_empty(nets, count, o1 * o2)
-    how = options((o1, i1, o2, i2), x.dtype, torch.get_float32_matmul_precision(), WIDE)
+    how = options((o1, i1, o2, i2), x.dtype, torch.backends.cuda.matmul.fp32_precision, WIDE)
     if y.numel():
-        own = bias if bias is None else bias.contiguous()
-        _multiply[(-(-count // how["P"]), nets)](
-            x, a, b, own, y, count, i1, i2, o1, o2, rank, **how, BIAS=bias is not None
-        )
+        own, grid = bias if bias is None else bias.contiguous(), (-(-count // how["P"]), nets)
+        with torch.cuda.device_of(x):
+            _multiply[grid](x, a, b, own, y, count, i1, i2, o1, o2, rank, **how, BIAS=bias is not None)
     return y
 
 
@@ -126,14 +123,14 @@ def sums(x: Tensor, g: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> tuple[
     (o1, i1, o2, i2), (nets, count, _), rank = sizes, x.shape, a.shape[1]
     if not count:
         return torch.zeros_like(a), torch.zeros_like(b)
-    how = options(tuple(sizes), x.dtype, torch.get_float32_matmul_precision(), NARROW)
+    how = options(tuple(sizes), x.dtype, torch.backends.cuda.matmul.fp32_precision, NARROW)
     turns = -(-count // how["P"])
     rounds = -(-turns // max(1, min(turns, PROGRAMS // (rank * nets))))
     parts = -(-turns // rounds)
     found = [own.new_empty(nets, parts, *own.shape[1:], dtype=torch.float32) for own in (a, b)]
-    _gradients[(rank, parts, nets)](
-        x.contiguous(), g.contiguous(), a.contiguous(), b.contiguous(), *found, count, i1, i2, o1, o2, rounds, **how
-    )
+    given = [own.contiguous() for own in (x, g, a, b)]
+    with torch.cuda.device_of(x):
+        _gradients[(rank, parts, nets)](*given, *found, count, i1, i2, o1, o2, rounds, **how)
     return found[0].sum(1).to(a.dtype), found[1].sum(1).to(b.dtype)
 
 

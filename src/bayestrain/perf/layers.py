@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bayestrain.nn import FactorizedWeight, TensorConv2d, TensorLayer, TensorLinear
 from bayestrain.nn.precision import autocasts, own_precision, product_dtype, transformed
@@ -22,9 +23,6 @@ Made = TypeVar("Made")
 Cores = Collection[Tensor]
 Run = Callable[[Tensor], Tensor]
 Kept = dict[object, Any]  # what inference made of the current cores, by name
-
-KERNELS = torch.version.cuda is not None and find_spec("triton") is not None
-"""Whether `perf.kernels`, which are loaded when they are first used, run on this machine's GPUs."""
 
 MOST_KEPT = 256  # kinds of inputs for which a layer keeps how it runs them
 FILTERS_ON_CUDA = 8  # its convolutions want a multiple; two thin ones get filters of zeros up to the next
@@ -56,10 +54,10 @@ def _linear(layer: Any, x: Tensor, train: Train, cores: Cores, kept: Kept | None
     if plan.fused:
         pair = _made(kept, ("pair", cuts), x, lambda: trains.pair(train, cores, cuts[0]))
         return lambda x: fused(x, pair, bias, train, cuts[0], dtype)
-    if train.middle and kept is None and not transformed():
-        rows = x.reshape(-1, x.shape[-1])
+    if train.middle and kept is None and not (transformed() or x.is_nested):
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
         apply: Any = SplitLinear.apply
-        return lambda x: apply(rows, bias, train, dtype, *cores).reshape(*x.shape[:-1], outputs)
+        return lambda x: apply(rows, bias, train, *cores).reshape(*x.shape[:-1], outputs)
     if train.middle:
         inner, outer = _made(kept, cuts, x, lambda: trains.halves(train, cores))
         return lambda x: F.linear(F.linear(x, inner), outer, bias)
@@ -122,7 +120,7 @@ def compiled(weight: FactorizedWeight, x: Tensor, bias: Tensor | None) -> Tensor
 
     What it chooses does not depend on the number of rows, so that another batch needs no other code.
     """
-    if torch.compiler.is_exporting() or not torch.compiler.is_compiling():
+    if torch.compiler.is_exporting() or not torch.compiler.is_compiling() or transformed():
         return None
     dtype = product_dtype(x)
     train, cores = trains.train_of.__wrapped__(weight.layout), list(weight.cores)  # a compiler ignores the cache
@@ -130,14 +128,16 @@ def compiled(weight: FactorizedWeight, x: Tensor, bias: Tensor | None) -> Tensor
         return None
     ranks, dense = trains.ranks(cores), math.prod(train.shape)
     if train.middle:
-        return split.plain(x, bias, train, dtype, cores) if ranks[train.middle] * sum(train.shape) < dense else None
+        return split.plain(x.to(dtype), bias, train, cores) if ranks[train.middle] * sum(train.shape) < dense else None
     best, work = 0, dense * planner.CUDA.fused / planner.CUDA.rate
     for bond in range(1, len(train.outs)):
         o1, i1, o2, i2 = (planner.tile(size) for size in train.sizes(bond))
         own = ranks[bond] * i1 * o2 * (i2 + o1)
-        if own < work and planner.fits(train.sizes(bond), dtype.itemsize):
+        if own < work and max(train.sizes(bond)) <= planner.LARGEST_TILE:
             best, work = bond, own
-    if not (best and KERNELS and x.is_cuda and dtype in (torch.float32, torch.bfloat16, torch.float16)):
+    if not (
+        best and x.is_cuda and kernels_run(x.device.index) and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ):
         return None
     with own_precision(x):
         pair = trains.pair(train, cores, best)
@@ -184,6 +184,8 @@ def _plan(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, merged: boo
     machine = _machine(cuda, conv, dtype, tf32, 1 if cuda else torch.get_num_threads())
     if cuda and not torch.cuda.is_current_stream_capturing():
         machine = machine._replace(launch=planner.EAGER_LAUNCH)
+    if cuda and (forward_ad._current_level >= 0 or not kernels_run(x.device.index)):
+        machine = machine._replace(fused=0.0)
     return planner.cheapest(train, trains.ranks(cores), task, machine), task, machine
 
 
@@ -195,8 +197,19 @@ def _machine(cuda: bool, conv: bool, dtype: torch.dtype, tf32: bool, threads: in
     else:
         machine = planner.CPU_THREAD_CONV if conv else planner.CPU_THREAD
         times = threads * (0.5 if dtype == torch.float64 else 1.0)
-    quick = machine.fused * times if cuda and times >= 1 and KERNELS else 0.0
-    return machine._replace(rate=machine.rate * times, fused=quick)
+    return machine._replace(rate=machine.rate * times, fused=machine.fused * times if times >= 1 else 0.0)
+
+
+@lru_cache(maxsize=64)
+def kernels_run(device: int) -> bool:
+    """Whether `perf.kernels`, which are loaded when they are first used, run on this GPU."""
+    if torch.version.cuda is None or find_spec("triton") is None:
+        return False
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.major >= 8 and getattr(gpu, "shared_memory_per_block_optin", 0) >= planner.SHARED_MEMORY
+
+
+kernels_run._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `formats.algebra`
 
 
 def _weight(layer: TensorLayer, x: Tensor, train: Train, cores: Cores, kept: Kept | None) -> Tensor:

@@ -41,11 +41,11 @@ CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half
 CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.05e14)
 """An NVIDIA H200 with TF32 and operations launched by a CUDA graph, measured."""
 
-EAGER_LAUNCH = 1e-5
-"""Seconds of an operation that Python launches one by one."""
+EAGER_LAUNCH = 2e-5
+"""Seconds of an operation that Python launches one by one on that machine, measured."""
 
-LARGEST_TILE, SHARED_MEMORY = 128, 213_000
-"""Rows or columns that a factor may have in the kernels, and bytes of the tiles of one sample."""
+LARGEST_TILE, SHARED_MEMORY = 64, 160_000
+"""Rows or columns that a factor may have in the kernels, and bytes of shared memory that a GPU needs for such tiles."""
 
 CPU_THREAD_CONV = CPU_THREAD._replace(launch=3e-5, half=4.0, block=16)
 CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8, fused=0.0)
@@ -137,7 +137,7 @@ def cost(train: Train, ranks: tuple[int, ...], cuts: tuple[int, ...], task: Task
 def fused(train: Train, ranks: tuple[int, ...], bond: int, task: Task, machine: Machine) -> Cost:
     """What the kernels take for the two factors on both sides of a bond; infinite where a factor is too large."""
     sizes, rank = train.sizes(bond), ranks[bond]
-    if not fits(sizes, task.itemsize):
+    if max(sizes) > LARGEST_TILE:
         return Cost(math.inf, math.inf)
     merges = () if task.merged else [*_merges(train, ranks, 0, bond), *_merges(train, ranks, bond, len(train.outs))]
     merging = _cost(list(merges), [], task, machine)
@@ -145,16 +145,9 @@ def fused(train: Train, ranks: tuple[int, ...], bond: int, task: Task, machine: 
     passes = 4 if task.training else 1  # the kernel that sums gradients computes both products again
     done = passes * task.rows * rank * (i1 * i2 * o2 + o1 * i1 * o2)
     moved = task.itemsize * task.rows * (math.prod(train.ins) + math.prod(train.outs)) * (3 if task.training else 1)
-    launches = 6 if task.training else 1
+    launches = 12 if task.training else 2  # of kernels, copies, and sums of partial gradients
     seconds = launches * machine.launch + max(2.0 * done / machine.fused, moved / machine.bandwidth)
     return Cost(merging.seconds + seconds, merging.operations + done, (bond,), fused=True)
-
-
-def fits(sizes: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the tiles of the kernels for factors of these sizes fit into a GPU's shared memory."""
-    o1, i1, o2, i2 = map(tile, sizes)
-    entries = i1 * i2 + o1 * o2 + 2 * i1 * o2 + o1 * i1 + o2 * i2
-    return max(o1, i1, o2, i2) <= LARGEST_TILE and itemsize * entries <= SHARED_MEMORY
 
 
 def tile(size: int) -> int:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayestrain.nn.precision import own_precision
@@ -11,37 +12,39 @@ from bayestrain.perf.planner import Train
 
 
 class SplitLinear(torch.autograd.Function):
-    """``(rows, inputs) -> (rows, outputs)`` through the factors at the middle bond, which are merged core by core."""
+    """``(rows, inputs) -> (rows, outputs)`` through the factors at the middle bond, which are merged core by core.
+
+    The rows are of the type in which products are computed; cores may be more precise.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, train: Train, dtype: torch.dtype, *cores: Tensor) -> Tensor:
-        ctx.train, ctx.dtype, outputs, inputs = train, dtype, *train.shape
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, train: Train, *cores: Tensor) -> Tensor:
+        outputs, inputs = train.shape
         with own_precision(x):
             outers, inners = _outer(cores[: train.middle]), _inner(cores[train.middle :])
-            outer, inner, x = outers[-1][:outputs].to(dtype), inners[0][:, :inputs].to(dtype), x.to(dtype)
+            outer, inner = outers[-1][:outputs].to(x.dtype), inners[0][:, :inputs].to(x.dtype)
             h = x @ inner.mT
-            y = h @ outer.mT if bias is None else torch.addmm(bias.to(dtype), h, outer.mT)
-        ctx.save_for_backward(x, bias, h, outer, inner, *outers, *inners, *cores)
+            y = h @ outer.mT if bias is None else torch.addmm(bias.to(x.dtype), h, outer.mT)
+        ctx.train, ctx.bias = train, None if bias is None else bias.dtype
+        trained = any(core.requires_grad for core in cores)
+        ctx.save_for_backward(*cores, outer, inner, *((x, h, *outers, *inners) if trained else ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        train, middle = ctx.train, ctx.train.middle
-        x, bias, h, outer, inner, *others = ctx.saved_tensors
-        cores = others[len(others) // 2 :]
-        needs = ctx.needs_input_grad
+        train, middle, needs = ctx.train, ctx.train.middle, ctx.needs_input_grad
+        count, saved = len(train.outs), ctx.saved_tensors
+        cores, outer, inner, others = saved[:count], saved[count], saved[count + 1], saved[count + 2 :]
+        of_bias = g.sum(0).to(ctx.bias) if needs[1] else None
+        of_cores: list[Tensor | None] = [None] * count
         if torch.is_grad_enabled():  # a graph of the backward pass is wanted: plain operations have one
-            wanted = [own for own, need in zip((x, bias, *cores), (*needs[:2], *needs[4:]), strict=True) if need]
-            found = iter(torch.autograd.grad(plain(x, bias, train, ctx.dtype, cores), wanted, g, create_graph=True))
-            all_of = [next(found) if need else None for need in (*needs[:2], *needs[4:])]
-            return *all_of[:2], None, None, *all_of[2:]
-        with own_precision(x):
+            of_x, of_cores = _differentiable(g, others[0] if others else None, train, cores, (needs[0], needs[3:]))
+            return of_x, of_bias, None, *of_cores
+        with own_precision(g):
             of_h = g @ outer
             of_x = of_h @ inner if needs[0] else None
-            of_bias = g.sum(0).to(bias.dtype) if needs[1] else None
-            of_cores: list[Tensor | None] = [None] * len(cores)
-            if any(needs[4:]):
-                outers, inners = others[:middle], others[middle : len(cores)]
+            if others:
+                (x, h), outers, inners = others[:2], others[2 : 2 + middle], others[2 + middle :]
                 own = _padded(g.mT @ h, 0, len(outers[-1])).to(cores[0].dtype)
                 for k in range(middle - 1, 0, -1):
                     own = own.reshape(len(outers[k - 1]), -1)
@@ -49,21 +52,33 @@ class SplitLinear(torch.autograd.Function):
                     own = own @ cores[k].reshape(len(cores[k]), -1).mT
                 of_cores[0] = own.view_as(cores[0])
                 own = _padded(of_h.mT @ x, 1, inners[0].shape[1]).to(cores[0].dtype)
-                for k in range(middle, len(cores) - 1):
+                for k in range(middle, count - 1):
                     core = cores[k].reshape(-1, cores[k].shape[-1])
                     own = own.reshape(len(core), -1)
                     of_cores[k] = (own @ inners[k - middle + 1].mT).view_as(cores[k])
                     own = core.mT @ own
                 of_cores[-1] = own.view_as(cores[-1])
-        return of_x, of_bias, None, None, *of_cores
+        return of_x, of_bias, None, *of_cores
 
 
-def plain(x: Tensor, bias: Tensor | None, train: Train, dtype: torch.dtype, cores: Any) -> Tensor:
+def plain(x: Tensor, bias: Tensor | None, train: Train, cores: Any) -> Tensor:
     """The same by plain operations."""
     with own_precision(x):
-        inner, outer = (own.to(dtype) for own in trains.halves(train, cores))
-        y = (x.to(dtype) @ inner.mT) @ outer.mT
-        return y if bias is None else y + bias.to(dtype)
+        inner, outer = (own.to(x.dtype) for own in trains.halves(train, cores))
+        y = (x @ inner.mT) @ outer.mT
+        return y if bias is None else y + bias.to(x.dtype)
+
+
+def _differentiable(
+    g: Tensor, x: Tensor | None, train: Train, cores: Any, needs: tuple[bool, tuple[bool, ...]]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of the rows and of the cores, with a graph of their own."""
+    rows = x if x is not None and x.requires_grad else g.new_zeros(len(g), train.shape[1]).requires_grad_()
+    with torch.enable_grad():
+        y = plain(rows if x is None else x, None, train, cores)
+    wanted = [own for own, need in zip((rows, *cores), (needs[0], *needs[1]), strict=True) if need]
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=True))
+    return next(found) if needs[0] else None, [next(found) if need else None for need in needs[1]]
 
 
 def _outer(cores: Any) -> list[Tensor]:
@@ -84,4 +99,4 @@ def _inner(cores: Any) -> list[Tensor]:
 
 def _padded(own: Tensor, dim: int, size: int) -> Tensor:
     missing = size - own.shape[dim]
-    return own if not missing else torch.nn.functional.pad(own, (0, missing) if dim else (0, 0, 0, missing))
+    return own if not missing else F.pad(own, (0, missing) if dim else (0, 0, 0, missing))

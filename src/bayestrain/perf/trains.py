@@ -59,7 +59,7 @@ def pair(train: Train, cores: Collection[Tensor], bond: int) -> tuple[Tensor, Te
     """The factors on both sides of a bond of paired modes: ``(rank, outputs * inputs)`` each."""
     four_way = _four_way(train, cores)
     left, right = _merged(four_way[:bond]), _merged(four_way[bond:])
-    return left.reshape(-1, left.shape[-1]).mT, right.reshape(len(right), -1)
+    return left.reshape(-1, left.shape[-1]).mT.contiguous(), right.reshape(len(right), -1)
 
 
 def halves(train: Train, cores: Collection[Tensor]) -> tuple[Tensor, Tensor]:
