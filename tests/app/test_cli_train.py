@@ -130,8 +130,6 @@ def test_plain_lines_a_full_folder_and_its_figures_again(first: str, run: Path) 
     result = json.loads((run / "result.json").read_text())
     for words in ("layer", "ranks", "whole network", f"{result['parameters']:,}", f"{result['dense_parameters']:,}"):
         assert words in text
-    assert json.loads(answer("inspect", str(run), "--json")) == result
-    assert all(name in answer("inspect", str(run), "--plan") for name in result["ranks"])
     before = json.loads((run / "result.json").read_text())
     assert f"Report:                 {run}/report.html" in answer("evaluate", str(run))
     after = json.loads((run / "result.json").read_text())
