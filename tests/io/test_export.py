@@ -229,6 +229,13 @@ def test_integers_are_as_good_as_torchaos_and_torchao_quantises_plain_models(tmp
     assert torch.equal(model(x), expected)
 
 
+class Halves(nn.Linear):
+    """Computes something else for large batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (2 if x.shape[0] > 100 else 1)
+
+
 class Branches(nn.Module):
     """A network that traced code cannot follow: what it does depends on the batch and on a random number."""
 
@@ -278,7 +285,7 @@ def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
         (layer, "old.pt2", {"example": x[:0]}, "empty"),
         (layer, "old.pt2", {"example": [1.0]}, "tensor"),
         (layer, "old.pt2", {"dynamic": [{0: "a"}, {0: "b"}]}, "one mapping"),
-        (layer, "old.pt2", {"dynamic": {-1: "a"}}, "from 0"),
+        *[(layer, "old.pt2", {"dynamic": wrong}, "axes, 0 on") for wrong in ({-1: "a"}, {"x": "a"}, {0: 5})],
         (layer, "old.pt2", {"dynamic": {1: "features"}}, "itself fails"),
         (layer, "old.pt2", {"dynamic": None}, r"one mapping.*got None"),
         (layer, "old.pt2", {"dynamic": [None]}, r"one mapping"),
@@ -286,6 +293,8 @@ def test_what_is_wrong_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
         (Returns(lambda y: (y, y.shape[0])), "m.onnx", {"format": "onnx"}, "a number or text, too"),
         (Returns(lambda y: (y, 3)), "m.onnx", {"format": "onnx"}, "a number or text, too"),
         (Branches(), "old.pt2", {}, "differ from PyTorch's"),
+        (Halves(8, 3), "old.pt2", {}, "branches on the size of an axis, at 100"),
+        (Halves(8, 3), "m.onnx", {"format": "onnx"}, "branches on the size of an axis, at 100"),
         (Large(), "old.pt2", {}, "differ from PyTorch's"),
         (posterior(2, lambda y, t: -(y - t).square().sum(1)), "old.pt2", {"example": x}, "particle"),
     ]

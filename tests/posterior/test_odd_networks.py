@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +202,17 @@ class Remembering(nn.Module):
         return self.out(self.lstm(self.embed(x)[:, :, None])[0][:, -1])
 
 
+class Attending(nn.Module):
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.attend, self.out = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 3)
+        tensorize_(self, TensorizeConfig(3, layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x[:, :, None].expand(-1, -1, 16)
+        return self.out(self.attend(words, words, words, need_weights=False)[0].mean(1))
+
+
 class Branching(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if self.bias.sum() > 0 else -x)
@@ -228,6 +240,18 @@ def test_a_network_that_vmap_cannot_run_runs_one_by_one(build: Callable[[], nn.M
     with torch.no_grad():
         expected = torch.stack([network(x) for network in networks])
     torch.testing.assert_close(posterior.outputs(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("build", [Remembering, lambda: Attending("paired"), lambda: Attending("split")])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap over PyTorch's own attention
+def test_posteriors_of_memory_and_of_attention_are_exported(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    x, y = batch()
+    memory = build is Remembering
+    how: dict[str, Any] = {"method": "ensemble", "chunk": 1} if memory else {}
+    posterior = Posterior(independent(build, 2), NUM_DATA, optimizer=sgd, **how)
+    posterior.step(x, y)
+    torch.testing.assert_close(posterior.predict(x).mean, posterior.predict(x, chunk=1).mean)
+    assert bt.export(posterior, tmp_path / "posterior.onnx", example=x).error < 1e-5
 
 
 class Recomputing(nn.Module):

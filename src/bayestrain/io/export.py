@@ -153,8 +153,9 @@ def _inputs(example: Any, dynamic: Axes | Sequence[Axes]) -> tuple[list[Tensor],
         raise ConfigError("example must be a tensor, or a tuple or dict of tensors, none of them empty.")
     each: Any = [dynamic] * len(given) if isinstance(dynamic, Mapping) else dynamic
     mappings = isinstance(each, list | tuple) and all(isinstance(own, Mapping) for own in each)
-    if not mappings or len(each) != len(given) or any(k < 0 for own in each for k in own):
-        needed = f"one mapping for all inputs or {len(given)}, of axes from 0 on ({{}} if none vary)"
+    named = mappings and all(type(k) is int and k >= 0 and isinstance(v, str) for own in each for k, v in own.items())
+    if not named or len(each) != len(given):
+        needed = f"one mapping for all inputs or {len(given)}, from axes, 0 on, to names ({{}} if none vary)"
         raise ConfigError(f"dynamic must be {needed}, got {dynamic}.")
     axes = [{k: name for k, name in own.items() if k < x.ndim} for own, x in zip(each, given, strict=True)]
     return [own.detach().cpu() for own in given], list(axes), spec
@@ -173,7 +174,7 @@ def _resized(inputs: Sequence[Tensor], axes: Sequence[Axes], spec: Any, sizes: M
 def _outputs(model: Any, args: Any, kwargs: Any) -> dict[str, Tensor]:
     """The tensors that a module, in evaluation mode, a posterior or a function returns, by name."""
     if isinstance(model, ParticleModel):
-        prediction = model.predict(next(iter((*args, *kwargs.values()))))
+        prediction = model.predict(next(iter((*args, *kwargs.values()))), chunk=1)  # an LSTM cannot run for several
         return {name: getattr(prediction, name) for name in ("mean", "total", "aleatoric", "epistemic")}
     module = model if isinstance(model, nn.Module) else nn.Module()
     device = next((own.device for own in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -193,6 +194,8 @@ def _program(network: nn.Module, call: Any, axes: Sequence[Axes], largest: Mappi
         shapes[own] = {axis: dims.get(name, torch.export.Dim.DYNAMIC) for axis, name in varying.items()}
     options: dict[str, Any] = {"dynamic_shapes": shapes, "strict": False}
     program: Any = torch.export.export(network, args, kwargs, **options)
+    if not largest and (limits := [own for own in program.range_constraints.values() if own.upper < 2**31]):
+        raise ConversionError(f"The forward pass branches on the size of an axis, at {limits[0].upper}.")
     for node in program.graph.nodes:
         for key in ("stack_trace", "from_node", "source_fn_stack", "nn_module_stack"):
             node.meta.pop(key, None)

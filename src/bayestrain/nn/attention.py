@@ -32,7 +32,8 @@ def attend(
     if weight is None or need_weights or not alike or module.bias_k is not None or module.add_zero_attn:
         return None
     x = query if module.batch_first else query.transpose(0, 1)
-    packed = traced_product(weight, x, module.in_proj_bias) if traced() else projection(module, weight)(x)
+    functional = traced() or transformed()  # then no module can be made
+    packed = traced_product(weight, x, module.in_proj_bias) if functional else projection(module, weight)(x)
     q, k, v = packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
     mask = None if is_causal and key_padding_mask is None else additive(attn_mask, x)
     if mask is not None and mask.ndim == 3:
@@ -49,12 +50,11 @@ def attend(
 def projection(module: Any, weight: FactorizedWeight) -> TensorLinear:
     """The packed projection as a layer, which knows how to multiply."""
     layer = _PROJECTIONS.get(module)
-    if layer is None or layer.factorized is not weight or transformed():
+    if layer is None or layer.factorized is not weight:
         outputs, inputs = weight.shape
         dense = nn.Linear(inputs, outputs, bias=False, device="meta").train(module.training)
         layer = TensorLinear.of(dense.requires_grad_(weight.cores[0].requires_grad), weight)
-        if not transformed():
-            _PROJECTIONS[module] = layer
+        _PROJECTIONS[module] = layer
     layer._parameters["bias"] = module.in_proj_bias
     return layer
 

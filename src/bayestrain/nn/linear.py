@@ -68,7 +68,10 @@ class TensorLinear(TensorLayer):
 
 
 def traced_product(weight: FactorizedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """By thin factors between inputs and outputs, or the whole weight where that is smaller, for any number of rows."""
+    """By thin factors between inputs and outputs, or the whole weight where that is smaller, for any number of rows.
+
+    What it does can be traced, and transformed by `torch.func`.
+    """
     if fast.found is not None and (y := fast.found.compiled(weight, x, bias)) is not None:
         return y  # type: ignore[no-any-return]
     thin, _ = chains.cheapest(chains.network(weight), weight.layout.labels, weight.shape, (1, 1))

@@ -261,7 +261,8 @@ class Posterior(ParticleModel):
         The weight of the prior stays as it was. The optimiser loses its moments.
         """
         old = self.prior
-        old.remove_()
+        for weight in factorized_weights(self.joint).values():
+            weight.rank_state = None
         self.prior = NormalPrior(self.template, self.num_data, variance=old.variance, weight=old.weight)
         for name in [name for name in self.carried if ".rank_state." in name]:
             del self.carried[name]
