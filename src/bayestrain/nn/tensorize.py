@@ -44,14 +44,12 @@ class TensorizeConfig:
     Attributes:
         max_rank: one number, or one per bond (then every converted layer must have that many bonds). Layers that would
             be larger than dense start lower, unless `tensorize_` is told to include them.
-        format: name of a format in `bayestrain.formats.FORMATS`, a `Format`, or "auto", which chooses for each layer.
-            With ``init="svd"`` it takes the fewest parameters that reach `tol`, or, where `max_rank` lets no format
-            reach it, the smallest error. A random start is a train for matrices and tables, of which it is the smallest
-            at one rank, and Tucker for convolutions and other weights of three axes: it leaves channels whole, runs as
-            three thin convolutions, and holds CP of the same rank.
-        layout: "paired" or "split", for matrices, or "auto", which chooses for each; tables and the weights tied to
-            them are always split. Auto takes paired, the more expressive, where it halves the multiplications at
-            `max_rank`, or where the layer's weight is made whole in any case; else split, if that halves them.
+        format: name of a format in `bayestrain.formats.FORMATS`, a `Format`, or "auto", which chooses for each layer:
+            with ``init="svd"`` the fewest parameters that reach `tol`, or the smallest error where none do; at random
+            a train for matrices and tables, Tucker for convolutions and other weights of three axes.
+        layout: "paired" or "split", for matrices, or "auto", which chooses for each: paired where that halves the
+            multiplications at `max_rank`, or where the layer's weight is made whole in any case; else split, if that
+            halves them. Tables and the weights tied to them are always split.
         init: "he" or "paper" start at random with that variance; "svd" decomposes the layer's own weights. Tables,
             attention and recurrent weights start with their own variance in the place of He's.
         tol: relative error of the decomposition; only with ``init="svd"``.
@@ -237,13 +235,13 @@ def _weight(tied: Sequence[Place], config: TensorizeConfig, chosen: bool) -> Fac
     """The factorised weight that these places share, or why they stay dense; what is `chosen` does not."""
     tables = [p for p in tied if p.kind and issubclass(p.kind, TensorEmbedding)]
     place, *_ = *tables, *tied
-    if other := next((p for p in tied if p.shape() != tuple(place.weight.shape) and len(tied) > 1), None):
+    if other := next((p for p in tied if p.oriented().shape != place.weight.shape and len(tied) > 1), None):
         shared = f"it shares a weight with {other.name!r} that one of them transposes"
         raise ConversionError(f"{shared}. {_leave_out(place)}")
     modes = dict(zip(("in_modes", "out_modes"), config.modes.get(place.name, (None, None)), strict=True))
-    plain, weight, start = place.plain(), place.weight, cast(str | float, config.init)
+    plain, weight, start = place.plain(), place.oriented(), cast(str | float, config.init)
     if place.kind:
-        weight, start = place.kind.oriented(plain.weight), place.kind.start(plain, config.init)
+        start = place.kind.start(plain, config.init)
     elif start == "he" and not weight.is_meta:
         start = mean_square(weight)
     if tables or config.layout != AUTO:
