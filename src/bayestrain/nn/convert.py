@@ -26,8 +26,7 @@ TWINS[NonDynamicallyQuantizableLinear] = TensorLinear  # attention's output proj
 BY_PARAMETER = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN)
 """Modules that keep their class: their weights are factorised one by one, and made whole in each pass."""
 
-POSITIONS = ("pos", "wpe", "relative")
-"""What the names of positional tables contain."""
+POSITIONS = ("pos", "wpe", "relative")  # what the names of positional tables contain
 
 STATE_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and "state_dict" in name)
 HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in STATE_HOOKS)

@@ -15,11 +15,8 @@ from bayestrain.formats import Format, algebra
 from bayestrain.nn.layout import Layout
 
 INITS = ("he", "paper")
-
 DEFAULT_RANK = 20
-
-MANY_ROWS = 1024
-"""For so many rows a look-up is planned, whatever their number."""
+MANY_ROWS = 1024  # a look-up is planned for so many, whatever their number
 
 GAMMA_SHAPE, GAMMA_RATE, FLOOR = 1.0, 5.0, 1e-3
 """The paper's Gamma prior on every lambda, and the smallest lambda of a bond relative to its largest."""

@@ -29,11 +29,8 @@ from bayestrain.nn.overview import Kept, Summary, summary
 FilterFn = Callable[[nn.Module, str], bool]
 LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
-LEAST_RANK = 2
-"""By default a layer that would grow starts at a lower rank, at least this one, or stays dense."""
-
+LEAST_RANK = 2  # by default a layer that would grow starts at a lower rank, at least this one, or stays dense
 ALL_LINEAR = "all-linear"
-
 AUTO = "auto"
 
 

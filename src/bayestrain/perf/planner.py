@@ -31,11 +31,9 @@ CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half
 CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.05e14)
 """An NVIDIA H200 with TF32 and operations launched by a CUDA graph, measured."""
 
-EAGER_LAUNCH = 2e-5
-"""Seconds of an operation that Python launches one by one on that machine, measured."""
-
-LARGEST_TILE, SHARED_MEMORY = 64, 160_000
-"""Rows or columns that a factor may have in the kernels, and bytes of shared memory that a GPU needs for such tiles."""
+EAGER_LAUNCH = 2e-5  # seconds of an operation that Python launches one by one on that machine, measured
+LARGEST_TILE = 64  # rows or columns that a factor may have in the kernels
+SHARED_MEMORY = 160_000  # bytes of shared memory that a GPU needs for such tiles
 
 CPU_THREAD_CONV = CPU_THREAD._replace(launch=3e-5, half=4.0, block=16)
 CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8, fused=0.0)
@@ -46,12 +44,10 @@ CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8, fused=0.0)
 class Train:
     """The modes of a layer's weight that is a train, core by core."""
 
-    outs: tuple[int, ...]
-    ins: tuple[int, ...]
-    """How much of the outputs, and of the inputs, each core has."""
+    outs: tuple[int, ...]  # how much of the outputs each core has
+    ins: tuple[int, ...]  # and of the inputs
     shape: tuple[int, ...]  # of the weight, without padding
-    middle: int = 0
-    """The bond with all outputs on one side and all inputs, taps included, on the other; the only one to cut then."""
+    middle: int = 0  # the bond with all outputs on one side and all inputs on the other; the only one to cut then
     inputs_first: bool = False  # whether the inputs are on the left of it
 
     def cuts(self) -> Iterator[tuple[int, ...]]:
