@@ -113,8 +113,6 @@ class FactorizedWeight(nn.Module):
         """The whole weight, in the layer's shape, of these cores or the own ones."""
         return self.layout.unfold(algebra.dense(self.equation, list(self.cores) if cores is None else cores))
 
-    # --- products -----------------------------------------------------------------------------------------------------
-
     def operands(self, dtype: torch.dtype | None = None) -> list[algebra.Operand]:
         """The cores as `algebra.contract` takes them, with their modes taken apart into the factors of the layout."""
         layout, shapes = self.layout, [core.shape for core in self.cores]
@@ -160,8 +158,6 @@ class FactorizedWeight(nn.Module):
             found.append((core, labels))
         y = algebra.contract(found, ("batch", *chain(*others)), {"batch": MANY_ROWS}).reshape(-1, *layout.padded[1:])
         return y[(slice(None), *map(slice, layout.axes[1:]))].reshape(-1, *self.shape[1:])
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def attach_rank_state(self) -> RankState:
         """Give the weight its ``lambda``, unless it has one."""
