@@ -47,7 +47,7 @@ class Train:
     outs: tuple[int, ...]  # how much of the outputs each core has
     ins: tuple[int, ...]  # and of the inputs
     shape: tuple[int, ...]  # of the weight, without padding
-    middle: int = 0  # the bond with all outputs on one side and all inputs on the other; the only one to cut then
+    middle: int = 0  # the bond with all outputs on one side, inputs and taps on the other; the only one to cut then
     inputs_first: bool = False  # whether the inputs are on the left of it
 
     def cuts(self) -> Iterator[tuple[int, ...]]:
