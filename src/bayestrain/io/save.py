@@ -332,7 +332,7 @@ def _built(
             weight = FactorizedWeight(format, about["layout"], [tensors[name] for name in names])
         except (BayesTrainError, KeyError, TypeError, RuntimeError) as error:
             raise DataError(f"The files in {folder} do not fit each other at layer {name!r}: {error}") from error
-        shape = old.shape if old else place.shape() if place else None
+        shape = old.shape if old else tuple(place.oriented().shape) if place else None
         if shape != weight.shape or (place and place.kind and place.module is model):
             there = f"{type(modules.get(name)).__name__} with weight {shape}, not {weight.shape}"
             raise ConfigError(f"The network given is not the one saved in {folder}: layer {name!r} is a {there}.")

@@ -20,16 +20,12 @@ from bayestrain.nn.factorized import FactorizedWeight
 class Chain(NamedTuple):
     """A way to run a kernel as two or three thin ones."""
 
-    stages: tuple[int, ...]
-    """For every core the kernel it is part of: 0 (inputs), 1 (taps) or 2 (outputs)."""
-    through: Labels
-    """Bonds that all three kernels share: in the one with the taps, each of their indices is a group."""
-    before: Labels
-    behind: Labels
-    """The other bonds on either side of the taps."""
+    stages: tuple[int, ...]  # for every core the kernel it is part of: 0 (inputs), 1 (taps) or 2 (outputs)
+    through: Labels  # bonds that all three kernels share: in the one with the taps, each of their indices is a group
+    before: Labels  # the other bonds in front of the taps
+    behind: Labels  # and behind them
     groups: int
-    channels: tuple[int, int]
-    """In front of the taps and behind them."""
+    channels: tuple[int, int]  # in front of the taps and behind them
 
 
 @lru_cache(maxsize=4096)

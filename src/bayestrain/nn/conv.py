@@ -15,8 +15,7 @@ from bayestrain.nn.layer import Modes, TensorLayer
 from bayestrain.nn.layout import Layout
 from bayestrain.nn.precision import autocasts, own_precision
 
-TWO_MODES_FROM = 16
-"""Channel counts from this one on are split into two modes, smaller ones stay whole."""
+TWO_MODES_FROM = 16  # channel counts from this one on are split into two modes, smaller ones stay whole
 
 
 class TensorConv(TensorLayer):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bayestrain.nn import parameters
@@ -26,8 +26,7 @@ TWINS[NonDynamicallyQuantizableLinear] = TensorLinear  # attention's output proj
 BY_PARAMETER = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN)
 """Modules that keep their class: their weights are factorised one by one, and made whole in each pass."""
 
-POSITIONS = ("pos", "wpe", "relative")
-"""What the names of positional tables contain."""
+POSITIONS = ("pos", "wpe", "relative")  # what the names of positional tables contain
 
 STATE_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and "state_dict" in name)
 HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in STATE_HOOKS)
@@ -71,10 +70,9 @@ class Place:
         linear.weight, linear.bias = nn.Parameter(self.weight.detach().mT, self.weight.requires_grad), self.module.bias
         return linear
 
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the factorised weight, which has the outputs first."""
-        weight = self.plain().weight if self.kind else self.weight
-        return tuple((self.kind.oriented(weight) if self.kind else weight).shape)
+    def oriented(self) -> Tensor:
+        """The weight with its outputs first, as the factorised one has it."""
+        return self.kind.oriented(self.plain().weight) if self.kind else self.weight
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -87,16 +85,16 @@ def find_places(model: nn.Module) -> Iterator[Place]:
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         kind = type(module)
+        quantised = "quantized" in kind.__module__ and kind.__name__ in {dense.__name__ for dense in TWINS}
         if module in inside or isinstance(module, TensorLayer | FactorizedWeight):
             inside.update(module.modules())
         elif kind in TWINS or is_transposed(module):
-            own: Any = module
-            if getattr(own, "groups", 1) != 1:
-                yield Place(name, own, "weight", None, "grouped: the kernel is small")
+            if getattr(module, "groups", 1) != 1:
+                yield Place(name, module, "weight", None, "grouped: the kernel is small")
             else:
                 positions = kind is nn.Embedding and any(word in name.rpartition(".")[2] for word in POSITIONS)
-                yield Place(name, own, "weight", TWINS.get(kind, TensorLinear), "a table of positions" * positions)
-        elif _has_no_plain_weight(module):
+                yield Place(name, module, "weight", TWINS.get(kind, TensorLinear), "a table of positions" * positions)
+        elif quantised or (is_lazy(module) and isinstance(module, tuple(TWINS))):  # `tensorize_` says what to do
             yield Place(name, module, "weight", TensorLinear)
         else:
             reason = f"no factorised layer stands for {kind.__name__}"
@@ -108,13 +106,6 @@ def find_places(model: nn.Module) -> Iterator[Place]:
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 1 and parameter.is_floating_point():
                     yield Place(name, module, key, None, "" if known and "weight" in key else reason)
-
-
-def _has_no_plain_weight(module: nn.Module) -> bool:
-    """Whether this is a lazy or quantised layer, which can only be converted before or after."""
-    kind = type(module)
-    quantised = "quantized" in kind.__module__ and kind.__name__ in {dense.__name__ for dense in TWINS}
-    return quantised or (isinstance(module, tuple(TWINS)) and is_lazy(module))
 
 
 def install(model: nn.Module, weights: Mapping[Place, FactorizedWeight]) -> None:

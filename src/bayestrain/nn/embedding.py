@@ -15,11 +15,8 @@ from bayestrain.nn.layout import Layout
 from bayestrain.nn.linear import TensorLinear
 from bayestrain.nn.precision import own_precision, traced, transformed
 
-TABLE_MODES = 2
-"""Modes that the rows of a table are split into: a look-up takes one slice of a core for each."""
-
-OFTEN = 16
-"""With fewer rows in the table than this for every index, indices that occur again are looked up once."""
+TABLE_MODES = 2  # that the rows of a table are split into: a look-up takes one slice of a core for each
+OFTEN = 16  # with fewer rows in the table than this for every index, indices that occur again are looked up once
 
 
 class TensorEmbedding(TensorLayer):

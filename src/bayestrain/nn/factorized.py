@@ -12,15 +12,11 @@ from torch import Tensor, nn
 
 from bayestrain.errors import ShapeError, check_choice
 from bayestrain.formats import Format, algebra
-from bayestrain.formats.equation import Labels
 from bayestrain.nn.layout import Layout
 
 INITS = ("he", "paper")
-
 DEFAULT_RANK = 20
-
-MANY_ROWS = 1024
-"""For so many rows a look-up is planned, whatever their number."""
+MANY_ROWS = 1024  # a look-up is planned for so many, whatever their number
 
 GAMMA_SHAPE, GAMMA_RATE, FLOOR = 1.0, 5.0, 1e-3
 """The paper's Gamma prior on every lambda, and the smallest lambda of a bond relative to its largest."""
@@ -117,8 +113,6 @@ class FactorizedWeight(nn.Module):
         """The whole weight, in the layer's shape, of these cores or the own ones."""
         return self.layout.unfold(algebra.dense(self.equation, list(self.cores) if cores is None else cores))
 
-    # --- products -----------------------------------------------------------------------------------------------------
-
     def operands(self, dtype: torch.dtype | None = None) -> list[algebra.Operand]:
         """The cores as `algebra.contract` takes them, with their modes taken apart into the factors of the layout."""
         layout, shapes = self.layout, [core.shape for core in self.cores]
@@ -153,16 +147,17 @@ class FactorizedWeight(nn.Module):
             digits[label], rest = rest % size, rest // size
         found = []
         for core, labels in self.operands():
-            own = [label for label in labels if label in digits]
-            for label in own[1:]:  # a mode that fuses several of the factors
-                core, labels = _fused(core, labels, own[0], label, digits)
-            if own:
-                core = core.index_select(labels.index(own[0]), digits[own[0]])
-            found.append((core, tuple("batch" if label in own[:1] else label for label in labels)))
+            if own := [label for label in labels if label in digits]:
+                axes = [labels.index(label) for label in own]  # several where a mode fuses factors
+                first, digit = axes[0], digits[own[0]]
+                for axis, label in zip(axes[1:], own[1:], strict=True):
+                    digit = digit * core.shape[axis] + digits[label]
+                core = core.movedim(axes, list(range(first, first + len(axes)))).flatten(first, first + len(axes) - 1)
+                core = core.index_select(first, digit)
+                labels = tuple("batch" if label == own[0] else label for label in labels if label not in own[1:])
+            found.append((core, labels))
         y = algebra.contract(found, ("batch", *chain(*others)), {"batch": MANY_ROWS}).reshape(-1, *layout.padded[1:])
         return y[(slice(None), *map(slice, layout.axes[1:]))].reshape(-1, *self.shape[1:])
-
-    # --- changes ------------------------------------------------------------------------------------------------------
 
     def attach_rank_state(self) -> RankState:
         """Give the weight its ``lambda``, unless it has one."""
@@ -197,14 +192,6 @@ class FactorizedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.format.name}, {self.equation}, ranks={self.ranks}"
-
-
-def _fused(core: Tensor, labels: Labels, first: str, second: str, digits: dict[str, Tensor]) -> tuple[Tensor, Labels]:
-    """The core with two of its axes as one, in the place of the first, which `digits` indexes."""
-    a, b = labels.index(first), labels.index(second)
-    core = core.movedim(b, a + 1)
-    digits[first] = digits[first] * core.shape[a + 1] + digits[second]
-    return core.flatten(a, a + 1), tuple(label for label in labels if label != second)
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:

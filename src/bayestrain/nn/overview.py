@@ -14,11 +14,8 @@ from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.sizes import count_parameters, dense_parameters, factorized_weights
 from bayestrain.tables import text_table, times
 
-NAMES = 2
-"""So many names of layers that stay dense for one reason are printed."""
-
-SLOWER = 1.05
-"""Predicted times within this factor of the dense layer's count as equal: the prediction is no better."""
+NAMES = 2  # so many names of layers that stay dense for one reason are printed
+SLOWER = 1.05  # predicted times within this factor of the dense layer's count as equal: the prediction is no better
 
 
 @dataclass(frozen=True)

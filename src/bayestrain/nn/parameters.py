@@ -110,14 +110,11 @@ def _kind(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def read(self: Any) -> list[Any]:
         return [getattr(self, name, None) for name in self._flat_weights_names]
 
-    def nothing(self: Any, *args: Any) -> None:
-        """In the place of what would keep or move whole weights."""
-
     found: dict[str, Any] = {name: property(partial(_whole, name=name)) for name in names}
     found |= {"__reduce_ex__": reduce, "__module__": base.__module__, "__doc__": base.__doc__, "to_dense": to_dense}
     found |= {"forward": forward, "train": train, "dense_kind": base, "factorized_names": names}
-    if issubclass(base, nn.RNNBase):  # which keeps a list of its weights
-        found |= {"_flat_weights": property(read, nothing), "flatten_parameters": nothing}
+    if issubclass(base, nn.RNNBase):  # which keeps a list of whole weights, and moves them
+        found |= {"_flat_weights": property(read, lambda *_: None), "flatten_parameters": lambda _: None}
     kind: Any = type(base.__name__, (base,), found)
     return kind  # type: ignore[no-any-return]
 

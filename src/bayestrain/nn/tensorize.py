@@ -29,11 +29,8 @@ from bayestrain.nn.overview import Kept, Summary, summary
 FilterFn = Callable[[nn.Module, str], bool]
 LayerModes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
-LEAST_RANK = 2
-"""By default a layer that would grow starts at a lower rank, at least this one, or stays dense."""
-
+LEAST_RANK = 2  # by default a layer that would grow starts at a lower rank, at least this one, or stays dense
 ALL_LINEAR = "all-linear"
-
 AUTO = "auto"
 
 
@@ -44,14 +41,12 @@ class TensorizeConfig:
     Attributes:
         max_rank: one number, or one per bond (then every converted layer must have that many bonds). Layers that would
             be larger than dense start lower, unless `tensorize_` is told to include them.
-        format: name of a format in `bayestrain.formats.FORMATS`, a `Format`, or "auto", which chooses for each layer.
-            With ``init="svd"`` it takes the fewest parameters that reach `tol`, or, where `max_rank` lets no format
-            reach it, the smallest error. A random start is a train for matrices and tables, of which it is the smallest
-            at one rank, and Tucker for convolutions and other weights of three axes: it leaves channels whole, runs as
-            three thin convolutions, and holds CP of the same rank.
-        layout: "paired" or "split", for matrices, or "auto", which chooses for each; tables and the weights tied to
-            them are always split. Auto takes paired, the more expressive, where it halves the multiplications at
-            `max_rank`, or where the layer's weight is made whole in any case; else split, if that halves them.
+        format: name of a format in `bayestrain.formats.FORMATS`, a `Format`, or "auto", which chooses for each layer:
+            with ``init="svd"`` the fewest parameters that reach `tol`, or the smallest error where none do; at random
+            a train for matrices and tables, Tucker for convolutions and other weights of three axes.
+        layout: "paired" or "split", for matrices, or "auto", which chooses for each: paired where that halves the
+            multiplications at `max_rank`, or where the layer's weight is made whole in any case; else split, if that
+            halves them. Tables and the weights tied to them are always split.
         init: "he" or "paper" start at random with that variance; "svd" decomposes the layer's own weights. Tables,
             attention and recurrent weights start with their own variance in the place of He's.
         tol: relative error of the decomposition; only with ``init="svd"``.
@@ -235,39 +230,35 @@ def _raise(errors: Mapping[Place, BayesTrainError]) -> None:
 
 def _weight(tied: Sequence[Place], config: TensorizeConfig, chosen: bool) -> FactorizedWeight | str:
     """The factorised weight that these places share, or why they stay dense; what is `chosen` does not."""
-    place = next((p for p in tied if p.kind and issubclass(p.kind, TensorEmbedding)), tied[0])
-    if other := next((p for p in tied if p.shape() != tuple(place.weight.shape) and len(tied) > 1), None):
+    tables = [p for p in tied if p.kind and issubclass(p.kind, TensorEmbedding)]
+    place, *_ = *tables, *tied
+    if other := next((p for p in tied if p.oriented().shape != place.weight.shape and len(tied) > 1), None):
         shared = f"it shares a weight with {other.name!r} that one of them transposes"
         raise ConversionError(f"{shared}. {_leave_out(place)}")
     modes = dict(zip(("in_modes", "out_modes"), config.modes.get(place.name, (None, None)), strict=True))
-    plain, weight, start = place.plain(), place.weight, cast(str | float, config.init)
+    plain, weight, start = place.plain(), place.oriented(), cast(str | float, config.init)
     if place.kind:
-        weight, start = place.kind.oriented(plain.weight), place.kind.start(plain, config.init)
+        start = place.kind.start(plain, config.init)
     elif start == "he" and not weight.is_meta:
         start = mean_square(weight)
-
-    def laid_out(format: str | Format, layout: str) -> tuple[Format, Layout]:
-        if place.kind is None:
-            return get(format), parameters.fold(tuple(weight.shape), get(format), layout, **modes)
-        return place.kind.how(plain, format, layout, **modes)
+    if tables or config.layout != AUTO:
+        layouts = ["split" if tables else config.layout]
+    elif weight.ndim > 2 or not (place.kind or place.parameter == "in_proj_weight"):
+        layouts = ["paired"]  # the weight is made whole in any case
+    else:
+        layouts = ["paired", "split"]
 
     def how(format: str | Format) -> tuple[Format, Layout]:
-        if place.kind and issubclass(place.kind, TensorEmbedding):
-            return laid_out(format, "split")
-        if config.layout != AUTO:
-            return laid_out(format, config.layout)
-        paired = laid_out(format, "paired")
-        if (
-            weight.ndim > 2
-            or not (place.kind or place.parameter == "in_proj_weight")
-            or halves(*paired, config.max_rank)
-        ):
-            return paired
-        split = laid_out(format, "split")
-        return split if halves(*split, config.max_rank) else paired
+        if place.kind:
+            found = [place.kind.how(plain, format, layout, **modes) for layout in layouts]
+        else:
+            found = [(get(format), parameters.fold(weight.shape, get(format), layout, **modes)) for layout in layouts]
+        return next((own for own in found if len(found) > 1 and halves(*own, config.max_rank)), found[0])
 
     chosen |= any(p.name in config.modes for p in tied)
-    own = how(suited(weight.shape) if config.format == AUTO else config.format)
+    outputs, inputs, *taps = weight.shape
+    suited = "tt" if 1 in (outputs, inputs, math.prod(taps)) else "tucker"
+    own = how(suited if config.format == AUTO else config.format)
     if config.init == "svd" and config.format == AUTO:
         found = smallest(weight, [how(format) for format in FORMATS], config)
     elif config.init == "svd":
@@ -283,12 +274,6 @@ def halves(format: Format, layout: Layout, max_rank: int | tuple[int, ...]) -> b
     """Whether a batch goes through the cores of a matrix with at most half of the dense layer's multiplications."""
     weight = FactorizedWeight.random(format, layout, max_rank, device="meta")
     return 2 * weight.operations(MANY_ROWS)[0] <= MANY_ROWS * weight.dense_numel
-
-
-def suited(shape: Sequence[int]) -> str:
-    """The format that "auto" starts a weight at random in: a train if it is a matrix, else Tucker."""
-    outputs, inputs, *taps = shape
-    return "tt" if 1 in (outputs, inputs, math.prod(taps)) else "tucker"
 
 
 @torch.no_grad()

@@ -14,25 +14,15 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """What a device does, as far as these layers are concerned.
+    """What a device does, as far as these layers are concerned."""
 
-    Attributes:
-        rate: operations per second of large matrix products.
-        bandwidth: bytes per second, counting what is read and what is written.
-        launch: seconds that any operation takes at least.
-        link: further seconds for every product of a chain.
-        half: a product with a dimension of this size reaches half the rate.
-        block: outputs are computed in blocks of this many.
-        fused: operations per second of the kernels for two factors (`perf.kernels`); 0 where there are none.
-    """
-
-    rate: float
-    bandwidth: float
-    launch: float
-    link: float
-    half: float
-    block: int = 1
-    fused: float = 0.0
+    rate: float  # operations per second of large matrix products
+    bandwidth: float  # bytes per second, counting what is read and what is written
+    launch: float  # seconds that any operation takes at least
+    link: float  # further seconds for every product of a chain
+    half: float  # a product with a dimension of this size reaches half the rate
+    block: int = 1  # outputs are computed in blocks of this many
+    fused: float = 0.0  # operations per second of the kernels for two factors; 0 where there are none
 
 
 CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half=6.0)
@@ -41,11 +31,9 @@ CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half
 CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.05e14)
 """An NVIDIA H200 with TF32 and operations launched by a CUDA graph, measured."""
 
-EAGER_LAUNCH = 2e-5
-"""Seconds of an operation that Python launches one by one on that machine, measured."""
-
-LARGEST_TILE, SHARED_MEMORY = 64, 160_000
-"""Rows or columns that a factor may have in the kernels, and bytes of shared memory that a GPU needs for such tiles."""
+EAGER_LAUNCH = 2e-5  # seconds of an operation that Python launches one by one on that machine, measured
+LARGEST_TILE = 64  # rows or columns that a factor may have in the kernels
+SHARED_MEMORY = 160_000  # bytes of shared memory that a GPU needs for such tiles
 
 CPU_THREAD_CONV = CPU_THREAD._replace(launch=3e-5, half=4.0, block=16)
 CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8, fused=0.0)
@@ -56,12 +44,10 @@ CUDA_CONV = CUDA._replace(rate=2e14, half=32.0, block=8, fused=0.0)
 class Train:
     """The modes of a layer's weight that is a train, core by core."""
 
-    outs: tuple[int, ...]
-    ins: tuple[int, ...]
-    """How much of the outputs, and of the inputs, each core has."""
+    outs: tuple[int, ...]  # how much of the outputs each core has
+    ins: tuple[int, ...]  # and of the inputs
     shape: tuple[int, ...]  # of the weight, without padding
-    middle: int = 0
-    """The bond with all outputs on one side and all inputs, taps included, on the other; the only one to cut then."""
+    middle: int = 0  # the bond with all outputs on one side, inputs and taps on the other; the only one to cut then
     inputs_first: bool = False  # whether the inputs are on the left of it
 
     def cuts(self) -> Iterator[tuple[int, ...]]:
@@ -106,7 +92,8 @@ def cheapest(train: Train, ranks: tuple[int, ...], task: Task, machine: Machine)
     """The way predicted to be fastest; `ranks` has ones at both ends."""
     ways = [cost(train, ranks, cuts, task, machine) for cuts in train.cuts()]
     if machine.fused and not train.middle:
-        ways += [fused(train, ranks, bond, task, machine) for bond in range(1, len(train.outs))]
+        bonds = [bond for bond in range(1, len(train.outs)) if max(train.sizes(bond)) <= LARGEST_TILE]
+        ways += [fused(train, ranks, bond, task, machine) for bond in bonds]
     return min(ways)
 
 
@@ -135,15 +122,12 @@ def cost(train: Train, ranks: tuple[int, ...], cuts: tuple[int, ...], task: Task
 
 
 def fused(train: Train, ranks: tuple[int, ...], bond: int, task: Task, machine: Machine) -> Cost:
-    """What the kernels take for the two factors on both sides of a bond; infinite where a factor is too large."""
-    sizes, rank = train.sizes(bond), ranks[bond]
-    if max(sizes) > LARGEST_TILE:
-        return Cost(math.inf, math.inf)
-    merges = () if task.merged else [*_merges(train, ranks, 0, bond), *_merges(train, ranks, bond, len(train.outs))]
-    merging = _cost(list(merges), [], task, machine)
-    o1, i1, o2, i2 = map(tile, sizes)
+    """What the kernels take for the two factors on both sides of a bond."""
+    merges = [*_merges(train, ranks, 0, bond), *_merges(train, ranks, bond, len(train.outs))]
+    merging = _cost([] if task.merged else merges, [], task, machine)
+    o1, i1, o2, i2 = map(tile, train.sizes(bond))
     passes = 4 if task.training else 1  # the kernel that sums gradients computes both products again
-    done = passes * task.rows * rank * (i1 * i2 * o2 + o1 * i1 * o2)
+    done = passes * task.rows * ranks[bond] * (i1 * i2 * o2 + o1 * i1 * o2)
     moved = task.itemsize * task.rows * (math.prod(train.ins) + math.prod(train.outs)) * (3 if task.training else 1)
     launches = 12 if task.training else 2  # of kernels, copies, and sums of partial gradients
     seconds = launches * machine.launch + max(2.0 * done / machine.fused, moved / machine.bandwidth)

@@ -133,8 +133,6 @@ class Tables(Group):
             found += [(n + power * len(self.stacked), t) for t, power in self.held[name].companions()]
         return found
 
-    # --- the formulas -------------------------------------------------------------------------------------------------
-
     def _log_variances(self, u: Tensor) -> Tensor:
         """Of every slice."""
         return (u.index_select(0, self.of_slices).view(self.powers.shape) * self.powers).sum(0)
@@ -203,9 +201,6 @@ def group(weights: Mapping[str, FactorizedWeight], held: Mapping[str, Held]) -> 
     return Tables(found, held) if len(found) >= (FEW if like[1].type == "cpu" else 1) else None
 
 
-# --- one vector and its pieces ----------------------------------------------------------------------------------------
-
-
 def _join(tensors: Sequence[Tensor]) -> Tensor:
     """All entries of all tensors in one vector; half precision, which holds no sums, becomes single."""
     flat = torch.cat([t.reshape(-1) for t in tensors]) if transformed() else _flatten_dense_tensors(tensors)
@@ -219,9 +214,6 @@ def _copy(targets: Sequence[Tensor], flat: Tensor) -> None:
         return
     for target, part in zip(targets, flat.split([tensor.numel() for tensor in targets]), strict=True):
         target.copy_(part.view(target.shape))
-
-
-# --- indices ----------------------------------------------------------------------------------------------------------
 
 
 def _repeated(pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
