@@ -57,7 +57,7 @@ def test_sizes_and_tolerances(trained: tuple[nn.Module, Tensor]) -> None:
     assert report.layers
     assert all(row.error <= 0.3 for row in report.layers)
     model = two()
-    with pytest.raises(ConfigError, match="smallest possible model has") as caught:
+    with pytest.raises(ConfigError, match="smallest model has") as caught:
         silent(model, parameters=41)
     fewest = int(str(caught.value).split("parameters=")[1].split()[0])
     assert silent(model, parameters=fewest).parameters == fewest
