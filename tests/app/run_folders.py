@@ -60,11 +60,6 @@ def write_run(
     tensors, metrics = _predictions(task, posterior, rng, temper, pictures)
     lines = [_epoch(epoch, about, metrics, posterior, weight) for epoch in range(EPOCHS + FINETUNE + 1)]
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if about:
-        dump(folder / "spectra.json", {"tol": 0.01, "layers": {
-            layer: {"bonds": [_spectrum(*bond, rng) for bond in zip(*bonds, strict=True)], "kept": bonds[1]}
-            for layer, (_, _, _, *bonds) in about.items()
-        }})  # fmt: skip
     if tensors:
         save_file(tensors, folder / "predictions.safetensors")
     calibrated = {"temperature": temper, **metrics, "ece": 0.008} if task == "classification" else None
@@ -98,7 +93,7 @@ def deep_layers(number: int = 90) -> Json:
 
 def unfinished(folder: Path, epochs: int = 6) -> Path:
     """Take back all that a run writes after its `epochs`th epoch; the next line is cut short, as by a crash."""
-    for name in ("result.json", "spectra.json", "predictions.safetensors"):
+    for name in ("result.json", "predictions.safetensors"):
         (folder / name).unlink(missing_ok=True)
     lines = (folder / "history.jsonl").read_text().splitlines()
     (folder / "history.jsonl").write_text("\n".join([*lines[:epochs], lines[epochs][:40]]))
@@ -139,11 +134,6 @@ def _epoch(epoch: int, layers: Any, metrics: Json, posterior: bool, weight: floa
     if posterior:
         line |= {"particles": 8, "diagnostics": {"effective_particles": 8 - 2 * progress, "spread": 0.2 + progress}}
     return line
-
-
-def _spectrum(start: int, now: int, rng: np.random.Generator) -> list[float]:
-    kept = np.sort(rng.uniform(0.3, 3, now))[::-1]
-    return [*kept.tolist(), *np.sort(rng.uniform(1e-5, 1e-3, start - now))[::-1].tolist()]
 
 
 def _posterior(metrics: Json) -> Json:

@@ -37,7 +37,6 @@ class FitResult:
         model: the network, trained in place; of a posterior, the network that its particles are of.
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
-        spectra: what the bonds held just before the final cut.
         start_ranks, start_parameters: of the network before training.
     """
 
@@ -46,7 +45,6 @@ class FitResult:
     likelihood: Likelihood
     history: list[dict[str, Any]]
     validation: dict[str, float] | None
-    spectra: dict[str, Any]
     start_ranks: dict[str, tuple[int, ...]]
     start_parameters: int
     seconds: float
@@ -171,7 +169,7 @@ def fit(
             loop.restore(saved)
         final, before = loop.run(note), loop.history[0]
         result = FitResult(
-            subject.template, subject.posterior, subject.likelihood, loop.history, final, loop.search.spectra,
+            subject.template, subject.posterior, subject.likelihood, loop.history, final,
             {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
         )  # fmt: skip
         loop.notify("end", result)

@@ -22,7 +22,7 @@ FORMAT = 3  # of checkpoints: a higher number for every change after which older
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
 
 CHECKED = (
-    "result.json", "config.toml", "environment.json", "history.jsonl", "spectra.json",
+    "result.json", "config.toml", "environment.json", "history.jsonl",
     "model.safetensors", "posterior.safetensors", "model.json", "predictions.safetensors",
 )  # fmt: skip
 PARTS = "checkpoint-*.parts"  # folders of what several processes have written of a checkpoint

@@ -125,8 +125,6 @@ class Loop:
         started = time.perf_counter()
         self.search.cut(self.epoch, self.history[-1]["validation"] or {})
         self.seconds += time.perf_counter() - started
-        if not self.search.running and self.folder is not None:
-            self.folder.write("spectra.json", self.search.spectra)
         return not self.search.running
 
     def _record(self, means: dict[str, Any]) -> None:
@@ -199,7 +197,7 @@ class Loop:
             state = put_together(state, self.subject, self.place)
             vars(self).update({name: state[name] for name in self.KEPT})
             vars(self.search).update({name: state["search"][name] for name in Search.KEPT})
-            plain((self.history, self.search.spectra))  # or else they could not be written later
+            plain(self.history)  # or else they could not be written later
             for record in self.history:
                 _ = record["validation"], +record["parameters"], [tuple(bonds) for bonds in record["ranks"].values()]
             if self.epoch not in range(self.epochs + 1) or not math.isfinite(self.seconds):

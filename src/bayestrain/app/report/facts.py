@@ -1,6 +1,6 @@
 """The figures to judge a run by, as people read them, and what they suggest to do next."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import isfinite
 from statistics import NormalDist
@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from bayestrain.app.report.read import Arrays, Run
-
-FEW_LAYERS = 6
 
 
 def percent(value: float, digits: int = 2) -> str:
@@ -55,7 +53,7 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     found = [("Parameters", f"{result['parameters']:,}", [fewer, each])]
     if ranks:
         now, start = (sum(map(sum, each.values())) for each in (ranks, result["start_ranks"]))
-        few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= FEW_LAYERS else []
+        few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= 6 else []
         found.append(("Rank indices", f"{now:,}", [f"of {start:,} at the start", *few]))
 
     which, scores = (result.get("evaluated_on", "test"), metrics) if metrics else ("validation", held)
@@ -78,6 +76,9 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     if "targets" in values:
         found.append(("In the 90% interval", percent(covered(values, 0.9), 1), ["of the true values"]))
 
+    if posterior and "epistemic" in values:
+        share = values["epistemic"].sum() / (values["epistemic"] + values["aleatoric"]).sum()
+        found.append(("Epistemic share", percent(share, 1), ["of the uncertainty, which more data would reduce"]))
     if not run.finished:
         return [*found, ("Epochs so far", run.progress, [])]
     peak, device = result.get("peak_memory_bytes"), result.get("device")
@@ -101,20 +102,6 @@ def layer_table(run: Run) -> Table:
     ]
     header = ("layer", "format", "layout", "shape", "ranks at the start", "ranks now", "dense", "now", "ratio")
     return Table(f"Layers ({len(layers)})", header, rows)
-
-
-def differences(runs: Mapping[str, Run]) -> Table:
-    """What differs between runs: figures, ranks and settings."""
-    found = []
-    for run in runs.values():
-        about = {label: value for label, value, _ in tiles(run)}
-        about |= {f"ranks of {name}": join(ranks) for name, ranks in run.result["ranks"].items()}
-        sections = {title: section for title, section in run.config.items() if isinstance(section, dict)}
-        about |= {f"{title}.{key}": str(value) for title in sections for key, value in sections[title].items()}
-        found.append(about)
-    keys = dict.fromkeys(key for about in found for key in about)
-    rows = [(key, *(about.get(key, "–") for about in found)) for key in keys]
-    return Table("", ("what differs", *runs), [row for row in rows if len(set(row[1:])) > 1])
 
 
 def advice(run: Run) -> list[str]:
