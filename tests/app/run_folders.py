@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[str, str, list[int], list[int], list[int]]] = {
 
 def write_run(
     folder: Path, kind: str = "classification", *, name: str = "digits", seed: int = 0, layers: Any = None,
-    weight: float = 1.0, temper: float = 1.0, pictures: bool = True,
+    weight: float = 1.0, temper: float = 1.0,
 ) -> Path:  # fmt: skip
     """A finished run: "classification", "posterior", "regression", "regression-posterior", "other" or "dense"."""
     folder.mkdir(parents=True)
@@ -57,7 +57,7 @@ def write_run(
         "bayestrain": "0.2.0", "gpu": None, "commit": "ec317859a1b6", "dirty": False, "threads": 1,
         "command": "bayestrain train run.toml", "earlier": [{"commit": "1" * 12, "dirty": True}],
     })  # fmt: skip
-    tensors, metrics = _predictions(task, posterior, rng, temper, pictures)
+    tensors, metrics = _predictions(task, posterior, rng, temper)
     lines = [_epoch(epoch, about, metrics, posterior, weight) for epoch in range(EPOCHS + FINETUNE + 1)]
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if tensors:
@@ -145,7 +145,7 @@ def _posterior(metrics: Json) -> Json:
 
 
 def _predictions(
-    task: str, posterior: bool, rng: np.random.Generator, temper: float, pictures: bool
+    task: str, posterior: bool, rng: np.random.Generator, temper: float
 ) -> tuple[dict[str, Any], dict[str, float]]:
     n, particles = 1200, 8 if posterior else 1
     if task == "other":
@@ -167,10 +167,8 @@ def _predictions(
     hardest = np.argsort(-total)[:24]
     found = {
         "probabilities": probabilities, "labels": labels, "total": total, "aleatoric": aleatoric,
-        "epistemic": np.maximum(total - aleatoric, 0) if posterior else np.zeros(n), "hardest": hardest,
+        "epistemic": np.maximum(total - aleatoric, 0) if posterior else np.zeros(n),
     }  # fmt: skip
-    if pictures:
-        found["hardest_inputs"] = rng.normal(size=(24, 1, 14, 14)).astype(np.float32)
     confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
     places = np.minimum((confidence * 15).astype(int), 14)
     ece = sum(abs(confidence[places == k].sum() - right[places == k].sum()) for k in range(15)) / n

@@ -152,11 +152,6 @@ class ClassPrediction(Prediction):
         """``(N,)``: the mutual information of class and particle; the total is the entropy of the mixture."""
         return (_entropy(self.mixture) - self.aleatoric).clamp_min(0)
 
-    @property
-    def disagreement(self) -> Tensor:
-        """``(N,)``: the fraction of particles that predict another class than the mean."""
-        return (self.particle_probabilities.argmax(2) != self.classes).double().mean(0)
-
     def reasons(self) -> list[str]:
         """Say why each input is uncertain: "clear" (less than 0.1 nats), "ambiguous input" or "particles disagree".
 

@@ -34,7 +34,6 @@ from bayestrain.train.folder import RunFolder, read_json
 from bayestrain.train.search import check_target
 from bayestrain.train.subject import predict
 
-HARDEST = 24  # how many of the most uncertain test inputs a run keeps
 COLLAPSED = 0.5  # fewer different particles than this share of all deserve a warning
 DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")  # what a run may know of its data
 
@@ -282,7 +281,7 @@ def evaluate(
             about["ood"] = {"name": name, "auroc": apart[0], "auroc_epistemic": apart[1]}
     if isinstance(prediction, ClassPrediction | RegressionPrediction):
         found["task"] = "classification" if isinstance(prediction, ClassPrediction) else "regression"
-        _write_predictions(folder, prediction, targets, parts[judged])
+        _write_predictions(folder, prediction, targets)
     return found
 
 
@@ -290,16 +289,11 @@ def _metrics(prediction: Any, targets: Tensor) -> dict[str, float]:
     return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
 
 
-def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data: Batches) -> None:
+def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor) -> None:
     kept = {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
     if isinstance(prediction, RegressionPrediction):
         kept |= {"mean": prediction.mean, "std": prediction.std, "targets": targets}
     else:
-        hardest = prediction.total.argsort(descending=True)[:HARDEST]
-        kept |= {"probabilities": prediction.mean, "labels": targets, "hardest": hardest}
-        rows = (row for x, _ in data if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3) for row in x)
-        chosen = hardest.tolist()
-        if pictures := {i: row for i, row in enumerate(rows) if i in chosen}:
-            kept["hardest_inputs"] = torch.stack([pictures[i] for i in chosen])
+        kept |= {"probabilities": prediction.mean, "labels": targets}
     stored = {name: t.float() if t.is_floating_point() else t for name, t in kept.items()}
     folder.write("predictions.safetensors", serialised({name: t.cpu().contiguous() for name, t in stored.items()}))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from math import isfinite
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -114,9 +113,6 @@ def advice(run: Run) -> list[str]:
 def _training(run: Run) -> Iterator[str]:
     if not run.finished:
         yield f"The run was stopped or is still at epoch {run.progress}. To resume it, add --resume to its command."
-    broken = [line["epoch"] for line in run.history if not isfinite(line.get("train_loss", 0.0))]
-    if broken:
-        yield f"The training loss is not finite from epoch {broken[0]} on: lower lr in [fit], or clip gradients."
     held = [(line["validation"], line["epoch"]) for line in run.history]
     scores = [(found["log_likelihood"], epoch) for found, epoch in held if "log_likelihood" in found]
     if len(scores) < 5:
@@ -152,9 +148,6 @@ def _ranks(run: Run) -> Iterator[str]:
     if full >= 0.25 * len(bonds):
         remedy = f"If accuracy matters more than size, raise max_rank in [tensorize], for example to {2 * cap}."
         yield f"{full} of {plural(len(bonds), 'bond')} kept the maximum rank of {cap}. {remedy}"
-    sizes = [line["parameters"] for line in search]
-    if len(sizes) >= 10 and sizes[-1] < 0.98 * sizes[-1 - len(sizes) // 10]:
-        yield "The search ended while ranks were still being pruned: more epochs in [fit] give a smaller network."
     before, after = (scores.get("accuracy", 0.0) for scores in (search[-1]["validation"], run.result["validation"]))
     if before - after > 0.01:
         remedy = "cut less (a lower round_tol or target in [fit]), or fine-tune longer (finetune_epochs)"

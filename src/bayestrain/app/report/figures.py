@@ -11,7 +11,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import imsave
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from bayestrain.app.report.facts import covered, percent
@@ -61,14 +60,6 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     source = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
     plots.append(Plot(title, caption, source))
-
-
-def picture(pixels: Array) -> str:
-    """An image (channels, height, width) of any value range as a PNG in a data address."""
-    low, high = float(pixels.min()), float(pixels.max())
-    scaled, buffer = (pixels - low) / max(high - low, 1e-30), io.BytesIO()
-    imsave(buffer, scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0), cmap="gray", format="png")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def short(name: str) -> str:
