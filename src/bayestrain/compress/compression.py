@@ -109,7 +109,11 @@ def compress_(
             kept[name] = "no calibration batch reached it"
         if not layers:
             raise ConfigError("No calibration batch reached a layer that could be compressed. Leave calibration= out.")
-    curves, before = measure(layers, moments, wanted, say), count_parameters(model)
+    curves, before = dict[str, LayerCurve](), count_parameters(model)
+    for name in _announced(layers, "curve", say):
+        weight = layers[name].weight
+        read = partial(Target, weight, moments.get(name))
+        curves[name] = LayerCurve(read, points(read(), candidates(weight.shape, wanted, name in moments)))
     chosen = choose(layers, curves, before, parameters if ratio is None else int(before / ratio), goal)
     rows = replace_(model, layers, curves, chosen, say)
     for name, point in chosen.items():
@@ -184,18 +188,6 @@ def survey(
     return found, kept
 
 
-def measure(
-    layers: Mapping[str, Any], moments: Mapping[str, Tensor], wanted: Sequence[str], say: Callable[[str], None]
-) -> dict[str, LayerCurve]:
-    """The curves of all layers for these kinds of candidates."""
-    found = {}
-    for name in _announced(layers, "curve", say):
-        weight = layers[name].weight
-        read = partial(Target, weight, moments.get(name))
-        found[name] = LayerCurve(read, points(read(), candidates(weight.shape, wanted, name in moments)))
-    return found
-
-
 def choose(
     layers: Mapping[str, Any], curves: Mapping[str, LayerCurve], before: int, parameters: int | None, tolerance: float
 ) -> dict[str, Point]:
@@ -219,7 +211,6 @@ def replace_(
     chosen: Mapping[str, Point],
     say: Callable[[str], None],
 ) -> list[CompressedLayer]:
-    """Build the chosen layers, then put them in place."""
     rows, built = [], dict[nn.Module, nn.Module]()
     for name in _announced(chosen, "decomposing", say):
         if chosen[name].candidate is not None:

@@ -129,7 +129,6 @@ class Curve:
         return self.layout.unfold(self._turned(tensor, range(len(self.layout.modes)), 1))
 
     def plain_cores(self, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Cores of the weight itself."""
         number = {label: n for n, label in enumerate(self.equation.modes)}
         labelled = zip(cores, self.equation.cores, strict=True)
         return [self._turned(core, [number.get(label, -1) for label in own], 1) for core, own in labelled]

@@ -107,7 +107,6 @@ def tie_(model: Any) -> set[str]:
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """The factorised weights of a model, as JSON holds them."""
     found = described(model)
     for path, about in found.items():
         weight: Any = model.get_submodule(path)

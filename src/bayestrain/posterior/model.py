@@ -128,7 +128,6 @@ class ParticleModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the particles are."""
         return next(iter(self.particles.values())).device
 
     @property
@@ -229,7 +228,6 @@ class ParticleModel:
 
 
 def outputs_of(joint: Joint, x: Tensor) -> dict[str, Tensor]:
-    """What the network returns for x."""
     return {"outputs": one_tensor(joint.model(x))}
 
 
@@ -243,7 +241,6 @@ def _twin(module: nn.Module) -> Any:
 
 
 def joined(chunks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate what chunks of particles returned."""
     return chunks[0] if len(chunks) == 1 else {k: torch.cat([chunk[k] for chunk in chunks]) for k in chunks[0]}
 
 

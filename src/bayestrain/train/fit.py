@@ -177,7 +177,6 @@ def fit(
 
 
 def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
-    """The networks to train: one for each particle."""
     models = list(model) if isinstance(model, Sequence) and not isinstance(model, nn.Module) else [model]
     if callable(model) and not isinstance(model, nn.Module):
         models = independent(model, number, seed)

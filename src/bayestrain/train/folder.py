@@ -83,12 +83,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished."""
         return (self.path / "result.json").exists()
 
     @property
     def holds_run(self) -> bool:
-        """Whether there is a run, finished or with a checkpoint."""
         return any((self.path / name).exists() for name in ("result.json", LAST, PREVIOUS))
 
     def __exit__(self, *_: object) -> None:

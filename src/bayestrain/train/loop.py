@@ -51,7 +51,6 @@ class Loop:
         self.rates = [float(group["lr"]) / self.config.lr for group in subject.optimizer.param_groups]
 
     def notify(self, what: str, argument: Any) -> None:
-        """Call this method of all callbacks that have it."""
         for callback in self.callbacks:
             if (method := getattr(callback, f"on_{what}", None)) is not None:
                 method(argument)
@@ -179,7 +178,6 @@ class Loop:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
         return {
             "settings": self.settings,
             "subject": self.subject.state(),
@@ -190,7 +188,6 @@ class Loop:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to the epoch of the folder's checkpoint."""
         assert self.place is not None
         file = self.place if self.folder is None else self.folder.checkpoint
         with reading(file, "Resume with the same network and data, or overwrite the run."):

@@ -187,7 +187,6 @@ def _likelihood(name: str) -> Likelihood:
 
 
 def built(name: str) -> nn.Module:
-    """The network that a name stands for."""
     if not isinstance(model := made(name), nn.Module):
         raise ConfigError(f"{name} must build a torch.nn.Module, got a {type(model).__name__}.")
     return model

@@ -68,7 +68,6 @@ def short(name: str) -> str:
 
 
 def rank_plots(run: Run) -> list[Plot]:
-    """Ranks and size over the epochs."""
     names, lines, plots = list(run.result["ranks"]), [line for line in run.history if line["ranks"]], list[Plot]()
     if names and len(lines) > 1:
         share = [[sum(line["ranks"][name]) / sum(run.result["start_ranks"][name]) for line in lines] for name in names]
@@ -111,7 +110,6 @@ def _epochs(axes: Axes, run: Run) -> None:
 
 
 def certainty_plots(run: Run) -> list[Plot]:
-    """Whether probabilities and intervals mean what they say."""
     found, plots = run.predictions, list[Plot]()
     if not found:
         return plots
