@@ -33,11 +33,6 @@ class CompactedLayer:
     """Per bond what the rule compared, largest first, relative to the weight's norm: singular values, or what each
     index contributes. Of particles, the root mean square."""
 
-    @property
-    def changed(self) -> bool:
-        """Whether any rank fell."""
-        return self.ranks != self.ranks_before
-
 
 @dataclass(frozen=True)
 class CompactReport:
@@ -53,7 +48,7 @@ class CompactReport:
     @property
     def changed(self) -> bool:
         """Whether any rank fell."""
-        return any(layer.changed for layer in self.layers)
+        return any(layer.ranks != layer.ranks_before for layer in self.layers)
 
     @property
     def change(self) -> float:
@@ -142,7 +137,6 @@ def compact_(
 def _notes(
     weights: Sequence[Weight], rows: Sequence[CompactedLayer], rule: str | None, tol: float, budget: bool
 ) -> tuple[str, ...]:
-    """What looks wrong after these cuts, and what to try."""
     notes, moved = [], False
     for weight, row in zip(weights, rows, strict=True):
         state = weight.module.rank_state
@@ -162,7 +156,7 @@ def _notes(
                 f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
                 "data early: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's weight."
             )
-        elif row.changed and max(row.ranks) == 1:
+        elif row.ranks != row.ranks_before and max(row.ranks) == 1:
             remedy = "allow more parameters" if budget else "lower the prior weight"
             notes.append(f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}.")
     if not (notes or moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):

@@ -130,7 +130,6 @@ class Priced:
     """Per bond each index's share of the weight's squared norm; the last goes first."""
 
     def entries(self, ranks: Sequence[int]) -> int:
-        """Entries of all cores with these ranks."""
         return self.equation.entries(self.modes, ranks)
 
     def freed(self, ranks: Sequence[int], bond: int) -> int:

@@ -22,7 +22,6 @@ Written = tuple[bytes, int, Callable[..., Any]]  # bytes of a file, how many ope
 def to_onnx(
     program: Any, about: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]], outputs: list[str]
 ) -> Written:
-    """An ONNX file, which onnxruntime runs."""
     import onnxruntime  # type: ignore[import-untyped]
     import onnxscript.optimizer
 

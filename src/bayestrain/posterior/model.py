@@ -42,7 +42,6 @@ class Joint(nn.Module):
                     self._aliases[name] = first[tensor]
 
     def forward(self, part: Part, *inputs: Tensor) -> dict[str, Tensor]:
-        """Run a part for one particle."""
         return part(self, *inputs)
 
     def batched(

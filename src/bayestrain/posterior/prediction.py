@@ -227,7 +227,6 @@ class RegressionPrediction(Prediction):
 
     @property
     def std(self) -> Tensor:
-        """The standard deviation of the mixture."""
         return self.total.sqrt()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,6 @@ class FitResult:
         model: the network, trained in place; of a posterior, the network that its particles are of.
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
-        start_ranks, start_parameters: of the network before training.
     """
 
     model: nn.Module
@@ -45,8 +44,6 @@ class FitResult:
     likelihood: Likelihood
     history: list[dict[str, Any]]
     validation: dict[str, float] | None
-    start_ranks: dict[str, tuple[int, ...]]
-    start_parameters: int
     seconds: float
 
 
@@ -167,11 +164,8 @@ def fit(
             seeded(seed)
         if saved is not None:
             loop.restore(saved)
-        final, before = loop.run(note), loop.history[0]
-        result = FitResult(
-            subject.template, subject.posterior, subject.likelihood, loop.history, final,
-            {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
-        )  # fmt: skip
+        final, trained = loop.run(note), (subject.template, subject.posterior, subject.likelihood)
+        result = FitResult(*trained, loop.history, final, loop.seconds)
         loop.notify("end", result)
         return result
 

@@ -82,11 +82,12 @@ def train_run(
             trained.load_state_dict(state)
         if opened is None:
             return {}
+        start_ranks = fitted.history[0]["ranks"]
         result = {
             "name": config.run.name, "seed": seed,
             "dense_parameters": dense_parameters(fitted.model), "parameters": count_parameters(fitted.model),
-            "start_ranks": fitted.start_ranks, "ranks": ranks(fitted.model),
-            "layers": _layers(fitted.model, fitted.start_ranks),
+            "start_ranks": start_ranks, "ranks": ranks(fitted.model),
+            "layers": _layers(fitted.model, start_ranks),
             **evaluate(config, data, trained, fitted.likelihood, place, opened),
             "seconds": fitted.seconds, "peak_memory_bytes": peak_memory_bytes(place),
             **{key: environment[key] for key in ("device", "command", "commit", "dirty")},
@@ -218,7 +219,7 @@ def _finished_run(config: RunConfig) -> tuple[nn.Module, dict[str, Any]]:
     return _saved(run, before, torch.device("cpu"))[0], {"run": str(run), "epochs": epochs, "commits": commits}
 
 
-def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
+def _layers(model: nn.Module, start_ranks: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
     """The parameters of every layer, bias included: as a dense layer, at the start, and now."""
     weights, found = factorized_weights(model), {}
     for name, module in model.named_modules():

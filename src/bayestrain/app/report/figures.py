@@ -5,7 +5,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -35,12 +35,7 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-class Plot(NamedTuple):
-    """One figure as a data address."""
-
-    title: str
-    caption: str
-    source: str
+Plot = dict[str, str]  # title, caption, and the figure as a data address: the source of an image
 
 
 @contextmanager
@@ -59,7 +54,7 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     source = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
-    plots.append(Plot(title, caption, source))
+    plots.append({"title": title, "caption": caption, "source": source})
 
 
 def short(name: str) -> str:
@@ -154,5 +149,4 @@ def _fit(plots: list[Plot], found: Arrays) -> None:
 
 
 def _spread(places: Array, most: int) -> Array:
-    """At most so many of the places, evenly spread."""
     return places if len(places) <= most else places[np.linspace(0, len(places) - 1, most).astype(int)]
