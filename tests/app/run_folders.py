@@ -164,7 +164,6 @@ def _predictions(
     each = softmax(temper * np.log(each), axis=-1)
     probabilities = each.mean(0)
     total, aleatoric = entr(probabilities).sum(-1), entr(each).sum(-1).mean(0)
-    hardest = np.argsort(-total)[:24]
     found = {
         "probabilities": probabilities, "labels": labels, "total": total, "aleatoric": aleatoric,
         "epistemic": np.maximum(total - aleatoric, 0) if posterior else np.zeros(n),

@@ -149,18 +149,6 @@ def test_coverage_and_numbers_as_people_read_them(tmp_path: Path) -> None:
     assert (plural(1, "layer"), plural(2, "layer")) == ("1 layer", "2 layers")
 
 
-def test_pictures_only_where_inputs_are_pictures(tmp_path: Path, shared: Path, run: Path) -> None:
-    page = Page(shared / "report.html")
-    assert len(page.pictures) == 14
-    assert all((picture["src"] or "").startswith("data:image/png;base64,") for picture in page.pictures)
-    bare = report(write_run(tmp_path / "bare", pictures=False))
-    assert bare.pictures == []
-    assert "The most uncertain test inputs" not in bare.text
-    colour = np.random.default_rng(0).integers(0, 255, (24, 3, 8, 8), dtype=np.uint8)
-    change_tensors(run, hardest_inputs=colour)
-    assert len(report(run).pictures) == 14
-
-
 def test_several_outputs_and_deep_networks(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "regression")
     tensors = load_file(folder / "predictions.safetensors")
@@ -204,8 +192,6 @@ def test_a_missing_file_only_leaves_out_what_it_holds(run: Path, name: str) -> N
     ("result.json", '{"parameters": ' + "9" * 5_000 + "}", "digits"),
     ("environment.json", "{", "Expecting"),
     ("config.toml", "[fit", "Expected"),
-    ("spectra.json", '{"layers": {"a": {"bonds": [[1, 2]], "kept": [3, 4]}}}', "zip"),
-    ("spectra.json", '{"layers": {"a": {"kept": [3]}}}', "it has no 'bonds'"),
     ("history.jsonl", '{"epoch": 1}\n{"epo\n{"epoch": 2}\n', "Unterminated"),
     ("predictions.safetensors", "no tensors", "header"),
 ], ids=str)  # fmt: skip
@@ -227,8 +213,7 @@ def test_wrong_entries_of_a_result_are_a_data_error_or_a_page(run: Path, value: 
 
 
 @pytest.mark.parametrize(("tensor", "value"), [
-    ("labels", np.zeros(5, np.int64)), ("total", np.zeros(3)), ("hardest_inputs", np.zeros((24, 6))),
-    ("hardest", np.full(24, 5000)), ("probabilities", None),
+    ("labels", np.zeros(5, np.int64)), ("total", np.zeros(3)), ("probabilities", None),
 ])  # fmt: skip
 def test_predictions_that_do_not_fit_are_refused(run: Path, tensor: str, value: np.ndarray | None) -> None:
     change_tensors(run, **{tensor: value})

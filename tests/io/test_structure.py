@@ -124,7 +124,6 @@ LIES: dict[str, Any] = {
     "a private argument": ("children 0 settings _weight", [[1.0]]),
     "an unknown argument": ("children 0 settings magic", 1),
     "a billion layers": ("children 0", HUGE),
-    "encoders in encoders": ("children 0", MATRYOSHKA),
     "no settings": ("children 0", {"class": "ReLU", "children": {}}),
     "a method's name": ("children forward", HUGE),
     "a layer more": ("children 4", {"class": "ReLU", "settings": {}, "children": {}}),
