@@ -29,9 +29,6 @@ class CompactedLayer:
     parameters_before: int
     parameters: int
     error: float = 0.0
-    spectra: tuple[tuple[float, ...], ...] = ()
-    """Per bond what the rule compared, largest first, relative to the weight's norm: singular values, or what each
-    index contributes. Of particles, the root mean square."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,11 @@ class CompactReport:
         """Whether any rank fell."""
         return any(layer.ranks != layer.ranks_before for layer in self.layers)
 
-    @property
-    def change(self) -> float:
-        """The largest relative change of a layer's weight."""
-        return max(layer.error for layer in self.layers)
-
     def then(self, later: Self) -> Self:
         """This report merged with a later one; of two changes of a weight it keeps the larger."""
         rows = [
             replace(after, ranks_before=row.ranks_before, parameters_before=row.parameters_before,
-                    error=max(row.error, after.error), spectra=row.spectra or after.spectra)
+                    error=max(row.error, after.error))
             for row, after in zip(self.layers, later.layers, strict=True)
         ]  # fmt: skip
         notes = tuple(dict.fromkeys((*self.notes, *later.notes)))
@@ -126,8 +118,7 @@ def compact_(
         if found is not None:
             weight.write(found.cores, found.keep, optimizer)
         error = found.error if found and module.ranks != before else 0.0
-        spectra = found.spectra if found else ()
-        rows.append(CompactedLayer(weight.name, before, module.ranks, entries, module.numel, error, spectra))
+        rows.append(CompactedLayer(weight.name, before, module.ranks, entries, module.numel, error))
         if parameters is None:
             module.compacted = (rule, tol, weight.fingerprint(rule))
     notes = _notes(weights, rows, rule, tol, parameters is not None)

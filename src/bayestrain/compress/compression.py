@@ -25,6 +25,9 @@ KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 REFINED = 3  # of a layer's best candidates at its size are fitted again, beside truncated SVD; the best is taken
 SAY_EVERY = 2.0  # seconds between lines of progress
 
+Layers = Mapping[str, Any]
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class CompressedLayer:
@@ -149,6 +152,9 @@ class LayerCurve:
         return curve.candidate, curve.plain_cores(cores), math.sqrt(max(error, 0.0))
 
 
+Curves = Mapping[str, LayerCurve]  # by the name of the layer, as all mappings here are
+
+
 def survey(
     model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -188,9 +194,7 @@ def survey(
     return found, kept
 
 
-def choose(
-    layers: Mapping[str, Any], curves: Mapping[str, LayerCurve], before: int, parameters: int | None, tolerance: float
-) -> dict[str, Point]:
+def choose(layers: Layers, curves: Curves, before: int, parameters: int | None, tolerance: float) -> dict[str, Point]:
     """A point for every layer: to a number of parameters of the whole model, of now `before`, or to a tolerance."""
     size = {name: layers[name].weight.numel() for name in curves}
     fronts = {name: front([*own.points, Point(size[name], 0.0)]) for name, own in curves.items()}
@@ -205,12 +209,9 @@ def choose(
 
 
 def replace_(
-    model: nn.Module,
-    layers: Mapping[str, Any],
-    curves: Mapping[str, LayerCurve],
-    chosen: Mapping[str, Point],
-    say: Callable[[str], None],
+    model: nn.Module, layers: Layers, curves: Curves, chosen: Mapping[str, Point], say: Say
 ) -> list[CompressedLayer]:
+    """Build the chosen layers, then put them in place."""
     rows, built = [], dict[nn.Module, nn.Module]()
     for name in _announced(chosen, "decomposing", say):
         if chosen[name].candidate is not None:
@@ -236,7 +237,7 @@ def _checked_goal(ratio: float | None, parameters: int | None, tolerance: float 
     return tolerance or 0.0
 
 
-def _announced(names: Collection[str], what: str, say: Callable[[str], None]) -> Iterator[str]:
+def _announced(names: Collection[str], what: str, say: Say) -> Iterator[str]:
     """One name after another; says now and then which is next, and the time left."""
     started = last = time.monotonic()
     for done, name in enumerate(names):

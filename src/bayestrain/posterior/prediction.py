@@ -212,17 +212,14 @@ class RegressionPrediction(Prediction):
 
     @cached_property
     def mean(self) -> Tensor:
-        """The mean of the particles' means."""
         return self.particle_means.mean(0, dtype=torch.float64)
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        """The mean of the particles' variances."""
         return self.particle_variances.mean(0, dtype=torch.float64)
 
     @cached_property
     def epistemic(self) -> Tensor:
-        """The variance of the particles' means."""
         return (self.particle_means.double() - self.mean).square().mean(0)
 
     @property

@@ -48,9 +48,9 @@ def train_run(
     join(place)
     if resume and (path / "config.toml").is_file():
         before = configs.load(path / "config.toml")
-        if changed := configs.differences(*(configs.flat(*vars(each).values()) for each in (before, config))):
-            changes = "; ".join(changed)
-            raise ConfigError(f"{path} has other settings ({changes}). Resume with the same, or choose another folder.")
+        each = (configs.flat(*vars(one).values()) for one in (before, config))
+        if changed := "; ".join(configs.differences(*each)):
+            raise ConfigError(f"{path} has other settings ({changed}). Resume with the same, or choose another folder.")
     data, likelihood, note, settings = load_data(config.run.data), _likelihood(config.run.likelihood), None, config.fit
     if config.run.from_run:
         start, note = _finished_run(config)

@@ -57,11 +57,6 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
     plots.append({"title": title, "caption": caption, "source": source})
 
 
-def short(name: str) -> str:
-    """The end of a long name, so that a figure has room for more than names."""
-    return name if len(name) <= 22 else f"…{name[-21:]}"
-
-
 def rank_plots(run: Run) -> list[Plot]:
     names, lines, plots = list(run.result["ranks"]), [line for line in run.history if line["ranks"]], list[Plot]()
     if names and len(lines) > 1:
@@ -70,7 +65,8 @@ def rank_plots(run: Run) -> list[Plot]:
         with drawn(plots, "Ranks over the epochs", "Dark is full rank; lighter is pruned.", height=height) as axes:
             edges = (lines[0]["epoch"] - 0.5, lines[-1]["epoch"] + 0.5, len(names) - 0.5, -0.5)
             image = axes.imshow(share, "Blues", aspect="auto", vmin=0, vmax=1, interpolation="nearest", extent=edges)
-            axes.set_yticks(range(0, len(names), step), [short(name) for name in names[::step]], fontsize=8)
+            ends = [name if len(name) <= 22 else f"…{name[-21:]}" for name in names[::step]]
+            axes.set_yticks(range(0, len(names), step), ends, fontsize=8)
             axes.grid(False)
             _epochs(axes, run)
             percents, about = PercentFormatter(1), "share of the starting rank"
