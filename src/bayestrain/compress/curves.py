@@ -174,10 +174,8 @@ class Curve:
         """Sizes below that of the dense weight, estimated squared errors, and ranks."""
         sized: list[Sized]
         if self.known is not None:
-            rows = [
-                (self.equation.entries(self.sizes, (rank,)), error, (rank,)) for rank, error in enumerate(self.known)
-            ]
-            sized = rows[:0:-1]  # from the largest rank to 1
+            size = self.equation.entries
+            sized = [(size(self.sizes, (k,)), error, (k,)) for k, error in enumerate(self.known)][:0:-1]  # without 0
         elif not self.equation.is_tree:  # for some sizes the largest equal ranks that fit
             tried = dict.fromkeys(self.largest(int(share * self.dense)) for share in FITTED_AT)
             quick = [ranks for ranks in tried if is_quick(self.equation, self.sizes, ranks)]

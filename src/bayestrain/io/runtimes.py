@@ -56,7 +56,6 @@ def to_onnx(
 
 
 def to_pt2(program: Any, about: Mapping[str, Any], *_: Any) -> Written:
-    """A file that `torch.export.load` reads."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={"metadata.json": json.dumps(about, indent=2)})
     file.seek(0)

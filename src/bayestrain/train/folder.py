@@ -143,7 +143,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         raise TrainingError(f"No checkpoint can be read. {' '.join(damaged)} Overwrite the run to start it again.")
 
     def write_history(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``history.jsonl`` with the records of the epochs so far."""
         self.write("history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
 

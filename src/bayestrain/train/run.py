@@ -82,12 +82,11 @@ def train_run(
             trained.load_state_dict(state)
         if opened is None:
             return {}
-        start_ranks = fitted.history[0]["ranks"]
         result = {
             "name": config.run.name, "seed": seed,
             "dense_parameters": dense_parameters(fitted.model), "parameters": count_parameters(fitted.model),
-            "start_ranks": start_ranks, "ranks": ranks(fitted.model),
-            "layers": _layers(fitted.model, start_ranks),
+            "start_ranks": fitted.history[0]["ranks"], "ranks": ranks(fitted.model),
+            "layers": _layers(fitted.model, fitted.history[0]["ranks"]),
             **evaluate(config, data, trained, fitted.likelihood, place, opened),
             "seconds": fitted.seconds, "peak_memory_bytes": peak_memory_bytes(place),
             **{key: environment[key] for key in ("device", "command", "commit", "dirty")},
