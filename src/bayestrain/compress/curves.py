@@ -174,8 +174,8 @@ class Curve:
         """Sizes below that of the dense weight, estimated squared errors, and ranks."""
         sized: list[Sized]
         if self.known is not None:
-            size = self.equation.entries
-            sized = [(size(self.sizes, (k,)), error, (k,)) for k, error in enumerate(self.known)][:0:-1]  # without 0
+            size, wanted = self.equation.entries, range(len(self.known) - 1, 0, -1)
+            sized = [(size(self.sizes, (rank,)), self.known[rank], (rank,)) for rank in wanted]
         elif not self.equation.is_tree:  # for some sizes the largest equal ranks that fit
             tried = dict.fromkeys(self.largest(int(share * self.dense)) for share in FITTED_AT)
             quick = [ranks for ranks in tried if is_quick(self.equation, self.sizes, ranks)]
