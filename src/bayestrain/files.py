@@ -64,7 +64,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -93,5 +92,4 @@ def reading(path: Path, advice: str = "Restore it, or delete it to leave out wha
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write indented JSON atomically."""
     write_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[str, str, list[int], list[int], list[int]]] = {
 
 def write_run(
     folder: Path, kind: str = "classification", *, name: str = "digits", seed: int = 0, layers: Any = None,
-    weight: float = 1.0, temper: float = 1.0, pictures: bool = True,
+    weight: float = 1.0, temper: float = 1.0,
 ) -> Path:  # fmt: skip
     """A finished run: "classification", "posterior", "regression", "regression-posterior", "other" or "dense"."""
     folder.mkdir(parents=True)
@@ -57,14 +57,9 @@ def write_run(
         "bayestrain": "0.2.0", "gpu": None, "commit": "ec317859a1b6", "dirty": False, "threads": 1,
         "command": "bayestrain train run.toml", "earlier": [{"commit": "1" * 12, "dirty": True}],
     })  # fmt: skip
-    tensors, metrics = _predictions(task, posterior, rng, temper, pictures)
+    tensors, metrics = _predictions(task, posterior, rng, temper)
     lines = [_epoch(epoch, about, metrics, posterior, weight) for epoch in range(EPOCHS + FINETUNE + 1)]
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if about:
-        dump(folder / "spectra.json", {"tol": 0.01, "layers": {
-            layer: {"bonds": [_spectrum(*bond, rng) for bond in zip(*bonds, strict=True)], "kept": bonds[1]}
-            for layer, (_, _, _, *bonds) in about.items()
-        }})  # fmt: skip
     if tensors:
         save_file(tensors, folder / "predictions.safetensors")
     calibrated = {"temperature": temper, **metrics, "ece": 0.008} if task == "classification" else None
@@ -98,7 +93,7 @@ def deep_layers(number: int = 90) -> Json:
 
 def unfinished(folder: Path, epochs: int = 6) -> Path:
     """Take back all that a run writes after its `epochs`th epoch; the next line is cut short, as by a crash."""
-    for name in ("result.json", "spectra.json", "predictions.safetensors"):
+    for name in ("result.json", "predictions.safetensors"):
         (folder / name).unlink(missing_ok=True)
     lines = (folder / "history.jsonl").read_text().splitlines()
     (folder / "history.jsonl").write_text("\n".join([*lines[:epochs], lines[epochs][:40]]))
@@ -141,11 +136,6 @@ def _epoch(epoch: int, layers: Any, metrics: Json, posterior: bool, weight: floa
     return line
 
 
-def _spectrum(start: int, now: int, rng: np.random.Generator) -> list[float]:
-    kept = np.sort(rng.uniform(0.3, 3, now))[::-1]
-    return [*kept.tolist(), *np.sort(rng.uniform(1e-5, 1e-3, start - now))[::-1].tolist()]
-
-
 def _posterior(metrics: Json) -> Json:
     return {
         "method": "svgd", "particles": 8, "mean_log_likelihood": metrics["log_likelihood"] - 0.05, "warnings": [],
@@ -155,7 +145,7 @@ def _posterior(metrics: Json) -> Json:
 
 
 def _predictions(
-    task: str, posterior: bool, rng: np.random.Generator, temper: float, pictures: bool
+    task: str, posterior: bool, rng: np.random.Generator, temper: float
 ) -> tuple[dict[str, Any], dict[str, float]]:
     n, particles = 1200, 8 if posterior else 1
     if task == "other":
@@ -174,13 +164,10 @@ def _predictions(
     each = softmax(temper * np.log(each), axis=-1)
     probabilities = each.mean(0)
     total, aleatoric = entr(probabilities).sum(-1), entr(each).sum(-1).mean(0)
-    hardest = np.argsort(-total)[:24]
     found = {
         "probabilities": probabilities, "labels": labels, "total": total, "aleatoric": aleatoric,
-        "epistemic": np.maximum(total - aleatoric, 0) if posterior else np.zeros(n), "hardest": hardest,
+        "epistemic": np.maximum(total - aleatoric, 0) if posterior else np.zeros(n),
     }  # fmt: skip
-    if pictures:
-        found["hardest_inputs"] = rng.normal(size=(24, 1, 14, 14)).astype(np.float32)
     confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
     places = np.minimum((confidence * 15).astype(int), 14)
     ece = sum(abs(confidence[places == k].sum() - right[places == k].sum()) for k in range(15)) / n

@@ -66,7 +66,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = {
         "posterior": write_run(base / "posterior", "posterior", name=long),
         "regression": write_run(base / "regression", "regression-posterior"),
-        "deep": write_run(base / "deep", layers=deep_layers(), pictures=False),
+        "deep": write_run(base / "deep", layers=deep_layers()),
         "unfinished": unfinished(write_run(base / "unfinished")),
     }
     return {name: write_report(folder) for name, folder in runs.items()}

@@ -27,7 +27,7 @@ def test_the_weight_stays_within_the_tolerance(kind: str, rule: str | None, padd
     report = compact_(model, tol=tol, rule=rule)
     error = change(before, dense(model))
     assert error <= tol
-    assert report.layers[0].error == report.change == pytest.approx(error, abs=1e-7)
+    assert report.layers[0].error == pytest.approx(error, abs=1e-7)
     if tol == 0.6:
         assert report.changed
 
@@ -42,8 +42,6 @@ def test_planted_ranks_are_found_and_made_physical(kind: str, rule: str | None) 
     assert [tuple(core.shape) for core in model[0].factorized.cores] == equation.shapes(sizes, PLANTED[kind])
     assert report.parameters == count_parameters(model) < report.parameters_before
     assert " ".join(map(str, PLANTED[kind])) in str(report)
-    for bond, rank in zip(report.layers[0].spectra, PLANTED[kind], strict=True):
-        assert min(bond[:rank]) > 10 * max(bond[rank:], default=0.0)
 
 
 def in_another_gauge(model: nn.Sequential, turn: bool) -> nn.Sequential:
@@ -99,7 +97,7 @@ def test_compacting_twice_does_nothing(kind: str, rule: str | None) -> None:
     before = copy.deepcopy(model.state_dict())
     report = compact_(model, tol=0.5, rule=rule)
     assert not report.changed
-    assert report.change == 0.0
+    assert all(row.error == 0.0 for row in report.layers)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 

@@ -223,11 +223,10 @@ def test_every_optimiser_that_was_not_told_refuses_also_when_another_has_followe
     train(model, first, steps=1)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
 @pytest.mark.parametrize("told", [False, True])
-def test_state_of_other_shapes_is_refused_or_restarts(kind: Callable[..., torch.optim.Optimizer], told: bool) -> None:
+def test_state_of_other_shapes_is_refused_or_restarts(told: bool) -> None:
     model = nn.Sequential(planted("tt")[0], nn.Linear(12, 3).double())
-    optimizer = kind(reversed(list(model.parameters())), lr=0.01)
+    optimizer = torch.optim.Adafactor(reversed(list(model.parameters())), lr=0.01)
 
     def closure() -> Tensor:
         optimizer.zero_grad()

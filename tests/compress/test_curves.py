@@ -45,7 +45,7 @@ def test_no_layer_is_worse_than_svd_and_points_keep_their_promise(shape: tuple[i
     for point in found[:: max(len(found) // 6, 1)]:
         curve = Curve(own, point.candidate)
         cores = curve.cut(point.ranks)
-        plain = curve.folded.plain_cores(point.candidate, cores)
+        plain = curve.plain_cores(cores)
         weight = point.candidate.layout.unfold(algebra.dense(curve.equation, plain))
         assert sum(core.numel() for core in plain) == point.size < own.weight.numel()
         assert_close(float(own.loss(weight - own.weight) / own.norm), point.error, rtol=1e-6, atol=1e-9)

@@ -15,13 +15,10 @@ from bayestrain.errors import BayesTrainError, ConfigError
 from bayestrain.io.structure import LISTED, build, describe
 from bayestrain.posterior import independent
 
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-LAYER = {"d_model": 32, "nhead": 2, "dim_feedforward": 48, "batch_first": True}
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Bilinear": (3, 4, 5), "Linear": (3, 4), "Embedding": (5, 3, 2), "EmbeddingBag": (5, 3), "LSTM": (3, 4, 2),
-    "GRU": (3, 4), "RNN": (3, 4), "MultiheadAttention": (8, 2), "TransformerEncoderLayer": (8, 2), "GroupNorm": (2, 4),
+    "GRU": (3, 4), "RNN": (3, 4), "MultiheadAttention": (8, 2), "GroupNorm": (2, 4),
     "LayerNorm": ((3, 4), 1e-3), "RMSNorm": (4,), "Unflatten": (1, (2, 2)), "Softmax": (1,), "LogSoftmax": (1,),
-    "TransformerEncoder": (nn.TransformerEncoderLayer(8, 2, activation="gelu", norm_first=True), 2, nn.LayerNorm(8)),
 }  # fmt: skip
 NUMBERS = (("Conv", (3, 4, 3, 2)), ("Norm", (4,)), ("Pool", (2,)), ("Pad", (2,)), ("huffle", (2,)))
 
@@ -48,7 +45,6 @@ def networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
         "LSTM": (recurrent[0], (rows,)),
         "GRU": (recurrent[1], (rows,)),
         "attention": (nn.MultiheadAttention(32, 2, batch_first=True), (rows, rows, rows)),
-        "encoder": (nn.TransformerEncoder(nn.TransformerEncoderLayer(**LAYER, activation="gelu"), 2), (rows,)),
     }
 
 
@@ -115,8 +111,6 @@ def test_any_other_network_has_to_be_given(name: str, tmp_path: Path) -> None:
 
 
 HUGE = {"class": "LSTM", "settings": {"input_size": 1, "hidden_size": 1, "num_layers": 10**9}, "children": {}}
-INNER = {"class": "ModuleList", "settings": {}, "children": {"0": HUGE | {"class": "TransformerEncoder"}}}
-MATRYOSHKA: Any = {"class": "TransformerEncoder", "settings": {"num_layers": 2}, "children": {"layers": INNER}}
 LIES: dict[str, Any] = {
     "sizes": ("children 0 settings in_features", 10**13),
     "overflow": ("children 0 settings in_features", 10**30),
@@ -130,7 +124,6 @@ LIES: dict[str, Any] = {
     "a private argument": ("children 0 settings _weight", [[1.0]]),
     "an unknown argument": ("children 0 settings magic", 1),
     "a billion layers": ("children 0", HUGE),
-    "encoders in encoders": ("children 0", MATRYOSHKA),
     "no settings": ("children 0", {"class": "ReLU", "children": {}}),
     "a method's name": ("children forward", HUGE),
     "a layer more": ("children 4", {"class": "ReLU", "settings": {}, "children": {}}),

@@ -47,7 +47,6 @@ def test_means_are_numpys_and_uncertainties_scipys_entropies() -> None:
     np.testing.assert_allclose(PREDICTION.mean, mean)
     assert PREDICTION.classes.tolist() == mean.argmax(1).tolist()
     np.testing.assert_allclose(PREDICTION.confidence, mean.max(1))
-    np.testing.assert_allclose(PREDICTION.disagreement, (p.argmax(2) != mean.argmax(1)).mean(0))
 
 
 @given(any_probabilities())
@@ -62,14 +61,12 @@ def test_total_is_aleatoric_plus_epistemic_and_all_have_their_bounds(probs: Tens
         assert value.dtype == torch.float64
     same = ClassPrediction(probs[:1].expand(3, -1, -1))
     assert bool((same.epistemic < 1e-12).all())
-    assert bool((same.disagreement == 0).all())
     torch.testing.assert_close(*same.interval(0.5))
 
 
 def test_reasons_and_probabilities_of_zero() -> None:
     eye = torch.eye(4)[:, None, :]  # four particles, each confident, each of another class
     assert ClassPrediction(eye).reasons() == ["particles disagree"]
-    assert float(ClassPrediction(eye).disagreement) == 0.75
     torch.testing.assert_close(ClassPrediction(eye).epistemic, torch.full((1,), math.log(4), dtype=torch.float64))
     flat, sure = torch.full((4, 1, 4), 0.25), torch.eye(4)[:1].expand(4, 1, 4)
     assert ClassPrediction(torch.cat([flat, sure], dim=1)).reasons() == ["ambiguous input", "clear"]

@@ -117,8 +117,5 @@ def assert_resumes(
     result = train(build, data(), folder=folder, resume=True, **options)
     assert_same(tensors(result), tensors(expected))
     assert without_seconds(result.history) == without_seconds(expected.history)
-    assert (result.spectra, result.start_ranks) == (expected.spectra, expected.start_ranks)
     assert [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()] == result.history
-    if result.spectra:
-        assert json.loads((folder / "spectra.json").read_text()) == json.loads(json.dumps(result.spectra))
     return result

@@ -34,7 +34,7 @@ def test_every_method_trains_and_its_ranks_shrink(method: str) -> None:
     assert [record["phase"] for record in result.history] == ["search"] * 5 + ["finetune"] * 2
     last = result.history[-1]
     assert last["particles"] == 3
-    assert {"bandwidth", "kernel_mass", "spread", "effective_particles"} <= last["diagnostics"].keys()
+    assert {"kernel_mass", "spread", "effective_particles"} <= last["diagnostics"].keys()
     assert last["validation"]["log_likelihood"] >= last["validation"]["mean_log_likelihood"]
     assert last["validation"]["accuracy"] > 0.7
     assert last["prior_weight"] == 1.0  # Normal, at fixed ranks

@@ -29,14 +29,6 @@ class CompactedLayer:
     parameters_before: int
     parameters: int
     error: float = 0.0
-    spectra: tuple[tuple[float, ...], ...] = ()
-    """Per bond what the rule compared, largest first, relative to the weight's norm: singular values, or what each
-    index contributes. Of particles, the root mean square."""
-
-    @property
-    def changed(self) -> bool:
-        """Whether any rank fell."""
-        return self.ranks != self.ranks_before
 
 
 @dataclass(frozen=True)
@@ -53,18 +45,13 @@ class CompactReport:
     @property
     def changed(self) -> bool:
         """Whether any rank fell."""
-        return any(layer.changed for layer in self.layers)
-
-    @property
-    def change(self) -> float:
-        """The largest relative change of a layer's weight."""
-        return max(layer.error for layer in self.layers)
+        return any(layer.ranks != layer.ranks_before for layer in self.layers)
 
     def then(self, later: Self) -> Self:
         """This report merged with a later one; of two changes of a weight it keeps the larger."""
         rows = [
             replace(after, ranks_before=row.ranks_before, parameters_before=row.parameters_before,
-                    error=max(row.error, after.error), spectra=row.spectra or after.spectra)
+                    error=max(row.error, after.error))
             for row, after in zip(self.layers, later.layers, strict=True)
         ]  # fmt: skip
         notes = tuple(dict.fromkeys((*self.notes, *later.notes)))
@@ -131,8 +118,7 @@ def compact_(
         if found is not None:
             weight.write(found.cores, found.keep, optimizer)
         error = found.error if found and module.ranks != before else 0.0
-        spectra = found.spectra if found else ()
-        rows.append(CompactedLayer(weight.name, before, module.ranks, entries, module.numel, error, spectra))
+        rows.append(CompactedLayer(weight.name, before, module.ranks, entries, module.numel, error))
         if parameters is None:
             module.compacted = (rule, tol, weight.fingerprint(rule))
     notes = _notes(weights, rows, rule, tol, parameters is not None)
@@ -142,7 +128,6 @@ def compact_(
 def _notes(
     weights: Sequence[Weight], rows: Sequence[CompactedLayer], rule: str | None, tol: float, budget: bool
 ) -> tuple[str, ...]:
-    """What looks wrong after these cuts, and what to try."""
     notes, moved = [], False
     for weight, row in zip(weights, rows, strict=True):
         state = weight.module.rank_state
@@ -162,7 +147,7 @@ def _notes(
                 f"the weight of {row.name!r} has shrunk to almost nothing{where}. The prior probably outweighed the "
                 "data early: raise warmup_steps of RankPrior (warmup_epochs of a run), or lower the prior's weight."
             )
-        elif row.changed and max(row.ranks) == 1:
+        elif row.ranks != row.ranks_before and max(row.ranks) == 1:
             remedy = "allow more parameters" if budget else "lower the prior weight"
             notes.append(f"layer {row.name!r} collapsed to rank 1 at every bond. If accuracy fell, {remedy}.")
     if not (notes or moved or budget) and any(max(row.ranks, default=1) > 1 for row in rows):

@@ -31,9 +31,6 @@ def carry_state_(
     _refuse_other_averages()
     optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
     _earlier_shapes.setdefault(parameter, []).append(before)
-    if isinstance(optimizer, torch.optim.LBFGS):  # one state, of all parameters together
-        optimizer.state.clear()
-        optimizer._numel_cache = None
     if optimizer is None or not (known := optimizer.state.pop(parameter, {})):
         return
     moments = {key: value for key, value in known.items() if isinstance(value, Tensor) and value.ndim}
@@ -51,25 +48,17 @@ def _refuse_old_state(optimizer: Optimizer, *_: object) -> None:
         for value in optimizer.state.get(parameter, {}).values():
             known = isinstance(value, Tensor) and any(_fits(value, shape) for shape in shapes)
             if known and not _fits(value, parameter.shape):
-                _refuse(optimizer, f"state of shape {tuple(value.shape)} for a core of {tuple(parameter.shape)}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        parameters = optimizer.param_groups[0]["params"]
-        flat, size = optimizer.state.get(parameters[0], {}).get("prev_flat_grad"), sum(p.numel() for p in parameters)
-        if flat is not None and len(flat) != size:
-            _refuse(optimizer, f"state of {len(flat)} numbers for parameters of {size}")
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has state of shape {tuple(value.shape)} for a core of "
+                    f"{tuple(parameter.shape)}, which compact_ has cut. Call compact_(model, optimizer=optimizer), so "
+                    "that the state follows, or make a new optimiser."
+                )
     _checked.add(optimizer)
 
 
 def _fits(value: Tensor, shape: torch.Size) -> bool:
     """Whether state is of a parameter of this shape, or of its rows or columns as Adafactor's is."""
     return value.ndim == len(shape) and all(n in (1, size) for n, size in zip(value.shape, shape, strict=True))
-
-
-def _refuse(optimizer: Optimizer, what: str) -> None:
-    raise ConfigError(
-        f"{type(optimizer).__name__} has {what}, which compact_ has cut. Call compact_(model, optimizer=optimizer), so "
-        "that the state follows, or make a new optimiser."
-    )
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ class Cut(NamedTuple):
     cores: list[Tensor]
     keep: dict[str, Tensor] | None  # per bond the surviving indices ``(n, rank)``; None if the rule mixes them
     error: float
-    spectra: tuple[tuple[float, ...], ...]  # per bond the root of each index's share of the squared norm, as a mean
 
 
 def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | None = None) -> Cut:
@@ -39,29 +38,27 @@ def cut(weight: Weight, rule: str | None, tol: float, ranks: tuple[int, ...] | N
         each = tol / max(len(shares), 1) ** 0.5  # errors add up in squares
         ranks = ranks or tuple(_rank(weight.mean(bond), each) for bond in shares)
         rounded = [weight.format.round(weight.equation, cores, 0.0, ranks) for cores in weight.exact]
-        return _cut(weight, rounded, None, shares)
-    keep, shares, cores, bonds = {}, [], _start(weight, method), weight.equation.bonds
+        return _cut(weight, rounded, None)
+    keep, cores, bonds = {}, _start(weight, method), weight.equation.bonds
     for number, bond in enumerate(bonds):
         if method == "lambda":  # sorted: particles that did not start at one point have no indices in common
             values, order = weight.log_lambdas[number].cpu().exp().sort(dim=1)
             rank = max(int((weight.mean(values) > tol).sum()), 1)
         else:
-            order, share = _dropped(weight, cores, bond)
-            shares.append(share)  # at worst errors add up
+            order, share = _dropped(weight, cores, bond)  # at worst errors add up
             rank = _rank(weight.mean(share), tol / len(bonds)) if ranks is None else ranks[number]
         keep[bond] = order[:, -rank:].sort(dim=1).values
         pairs = zip(cores, keep[bond], strict=True)
         cores = [algebra.keep(weight.equation, own, bond, index) for own, index in pairs]
     if method == "refit":
-        return _cut(weight, [_refitted(weight, *pair) for pair in zip(weight.exact, cores, strict=True)], None, shares)
-    return _cut(weight, cores, keep, shares)
+        return _cut(weight, [_refitted(weight, *pair) for pair in zip(weight.exact, cores, strict=True)], None)
+    return _cut(weight, cores, keep)
 
 
-def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None, shares: Sequence[Tensor]) -> Cut:
+def _cut(weight: Weight, cores: Cores, keep: dict[str, Tensor] | None) -> Cut:
     changes = [relative_change(weight.module, *pair) for pair in zip(weight.exact, cores, strict=True)]
     error = float(weight.mean(torch.tensor(changes, dtype=torch.float64).square())) ** 0.5
-    spectra = tuple(tuple(weight.mean(bond).sqrt().tolist()) for bond in shares)
-    return Cut([_stacked(core, weight) for core in zip(*cores, strict=True)], keep, error, spectra)
+    return Cut([_stacked(core, weight) for core in zip(*cores, strict=True)], keep, error)
 
 
 def _stacked(cores: Sequence[Tensor], weight: Weight) -> Tensor:
@@ -130,7 +127,6 @@ class Priced:
     """Per bond each index's share of the weight's squared norm; the last goes first."""
 
     def entries(self, ranks: Sequence[int]) -> int:
-        """Entries of all cores with these ranks."""
         return self.equation.entries(self.modes, ranks)
 
     def freed(self, ranks: Sequence[int], bond: int) -> int:

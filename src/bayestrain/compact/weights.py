@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,7 @@ from bayestrain.nn.factorized import FactorizedWeight, RankState, replace_data
 from bayestrain.nn.sizes import layer_name
 from bayestrain.prior.density import conditional_mode
 
-
-class Particles(Protocol):
-    """What compaction needs of a posterior; tensors are stacked ``{"model.<name in the template>": (n, ..)}``."""
-
-    particles: dict[str, Tensor]
-    carried: dict[str, Tensor]
-    template: nn.Module
-
-    def __len__(self) -> int: ...
+Particles = Any  # a `ParticleModel`, which a room above has; tensors are stacked ``{"model.<name>": (n, ..)}``
 
 
 class Weight:

@@ -35,7 +35,6 @@ def cost(point: Point) -> float:
 
 
 def _gain(small: Point, large: Point) -> float:
-    """Cost saved per entry."""
     return (cost(small) - cost(large)) / (large.size - small.size)
 
 

@@ -94,7 +94,6 @@ def fold(shape: Sequence[int], modes: str) -> Layout | None:
 
 
 def checked_kinds(wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The kinds to consider, by default all."""
     given = KINDS if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     if not given or not set(given) <= set(KINDS):
         raise ConfigError(f"formats must be some of {KINDS}, got {wanted!r}.")

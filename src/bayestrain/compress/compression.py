@@ -25,6 +25,9 @@ KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 REFINED = 3  # of a layer's best candidates at its size are fitted again, beside truncated SVD; the best is taken
 SAY_EVERY = 2.0  # seconds between lines of progress
 
+Layers = Mapping[str, Any]
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class CompressedLayer:
@@ -109,7 +112,11 @@ def compress_(
             kept[name] = "no calibration batch reached it"
         if not layers:
             raise ConfigError("No calibration batch reached a layer that could be compressed. Leave calibration= out.")
-    curves, before = measure(layers, moments, wanted, say), count_parameters(model)
+    curves, before = dict[str, LayerCurve](), count_parameters(model)
+    for name in _announced(layers, "curve", say):
+        weight = layers[name].weight
+        read = partial(Target, weight, moments.get(name))
+        curves[name] = LayerCurve(read, points(read(), candidates(weight.shape, wanted, name in moments)))
     chosen = choose(layers, curves, before, parameters if ratio is None else int(before / ratio), goal)
     rows = replace_(model, layers, curves, chosen, say)
     for name, point in chosen.items():
@@ -143,6 +150,9 @@ class LayerCurve:
             found.append((curve.error(cores), curve, cores))
         error, curve, cores = min(found, key=lambda each: each[0])
         return curve.candidate, curve.plain_cores(cores), math.sqrt(max(error, 0.0))
+
+
+Curves = Mapping[str, LayerCurve]  # by the name of the layer, as all mappings here are
 
 
 def survey(
@@ -184,21 +194,7 @@ def survey(
     return found, kept
 
 
-def measure(
-    layers: Mapping[str, Any], moments: Mapping[str, Tensor], wanted: Sequence[str], say: Callable[[str], None]
-) -> dict[str, LayerCurve]:
-    """The curves of all layers for these kinds of candidates."""
-    found = {}
-    for name in _announced(layers, "curve", say):
-        weight = layers[name].weight
-        read = partial(Target, weight, moments.get(name))
-        found[name] = LayerCurve(read, points(read(), candidates(weight.shape, wanted, name in moments)))
-    return found
-
-
-def choose(
-    layers: Mapping[str, Any], curves: Mapping[str, LayerCurve], before: int, parameters: int | None, tolerance: float
-) -> dict[str, Point]:
+def choose(layers: Layers, curves: Curves, before: int, parameters: int | None, tolerance: float) -> dict[str, Point]:
     """A point for every layer: to a number of parameters of the whole model, of now `before`, or to a tolerance."""
     size = {name: layers[name].weight.numel() for name in curves}
     fronts = {name: front([*own.points, Point(size[name], 0.0)]) for name, own in curves.items()}
@@ -213,11 +209,7 @@ def choose(
 
 
 def replace_(
-    model: nn.Module,
-    layers: Mapping[str, Any],
-    curves: Mapping[str, LayerCurve],
-    chosen: Mapping[str, Point],
-    say: Callable[[str], None],
+    model: nn.Module, layers: Layers, curves: Curves, chosen: Mapping[str, Point], say: Say
 ) -> list[CompressedLayer]:
     """Build the chosen layers, then put them in place."""
     rows, built = [], dict[nn.Module, nn.Module]()
@@ -245,7 +237,7 @@ def _checked_goal(ratio: float | None, parameters: int | None, tolerance: float 
     return tolerance or 0.0
 
 
-def _announced(names: Collection[str], what: str, say: Callable[[str], None]) -> Iterator[str]:
+def _announced(names: Collection[str], what: str, say: Say) -> Iterator[str]:
     """One name after another; says now and then which is next, and the time left."""
     started = last = time.monotonic()
     for done, name in enumerate(names):

@@ -129,7 +129,6 @@ class Curve:
         return self.layout.unfold(self._turned(tensor, range(len(self.layout.modes)), 1))
 
     def plain_cores(self, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Cores of the weight itself."""
         number = {label: n for n, label in enumerate(self.equation.modes)}
         labelled = zip(cores, self.equation.cores, strict=True)
         return [self._turned(core, [number.get(label, -1) for label in own], 1) for core, own in labelled]
@@ -175,11 +174,12 @@ class Curve:
         """Sizes below that of the dense weight, estimated squared errors, and ranks."""
         sized: list[Sized]
         if self.known is not None:
-            sized = [(self._size((rank,)), self.known[rank], (rank,)) for rank in range(len(self.known) - 1, 0, -1)]
+            size, wanted = self.equation.entries, range(len(self.known) - 1, 0, -1)
+            sized = [(size(self.sizes, (rank,)), self.known[rank], (rank,)) for rank in wanted]
         elif not self.equation.is_tree:  # for some sizes the largest equal ranks that fit
             tried = dict.fromkeys(self.largest(int(share * self.dense)) for share in FITTED_AT)
             quick = [ranks for ranks in tried if is_quick(self.equation, self.sizes, ranks)]
-            sized = [(self._size(ranks), 0.0, ranks) for ranks in quick]
+            sized = [(self.equation.entries(self.sizes, ranks), 0.0, ranks) for ranks in quick]
         else:
             total, lost, every = self._combinations
             smaller = torch.cat([lost.new_tensor([math.inf]), lost.cummin(0).values[:-1]])
@@ -208,9 +208,6 @@ class Curve:
         order = order[total[order].argsort(stable=True)]
         return total[order], lost[order], ranks[order]
 
-    def _size(self, ranks: Sequence[int]) -> int:
-        return sum(map(math.prod, self.equation.shapes(self.sizes, ranks)))
-
     def largest(self, entries: int) -> tuple[int, ...]:
         """The best ranks with so many entries: curves are not sampled everywhere."""
         if self.known is not None:
@@ -221,7 +218,7 @@ class Curve:
             near = lost[:fits].topk(min(TRIED, fits), largest=False).indices
             return min(map(tuple, every[near].tolist()), key=lambda own: self.error(self.cut(own)))
         ranks = larger = self.candidate.format.max_ranks(self.sizes, 1)
-        while self._size(larger) <= entries:
+        while self.equation.entries(self.sizes, larger) <= entries:
             ranks, larger = larger, self.candidate.format.max_ranks(self.sizes, max(larger) + 1)
             if larger == ranks:
                 break

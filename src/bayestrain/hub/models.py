@@ -17,14 +17,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from bayestrain.errors import ConfigError, ConversionError, DataError
+from bayestrain.errors import ConfigError, DataError
 from bayestrain.files import write_json
 from bayestrain.formats import get
 from bayestrain.io.plain import PLAIN
 from bayestrain.io.save import _built, _sizes, described, parsed
 from bayestrain.nn.convert import install
 from bayestrain.nn.factorized import FactorizedWeight, RankState
-from bayestrain.nn.layer import TensorLayer
 from bayestrain.nn.parameters import HOLDER
 
 METHOD, VERSION = "bayestrain", 1
@@ -107,7 +106,6 @@ def tie_(model: Any) -> set[str]:
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """The factorised weights of a model, as JSON holds them."""
     found = described(model)
     for path, about in found.items():
         weight: Any = model.get_submodule(path)
@@ -115,8 +113,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings
-load = PreTrainedModel.from_pretrained.__func__
+save, load = PreTrainedModel.save_pretrained, PreTrainedModel.from_pretrained.__func__
 
 
 @wraps(save)
@@ -160,13 +157,5 @@ def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **k
     return (model, info) if output_loading_info else model
 
 
-@wraps(resize)
-def resize_token_embeddings(self: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-    tables = [self.get_input_embeddings(), self.get_output_embeddings()]
-    if (new_num_tokens or args or kwargs) and any(isinstance(table, TensorLayer) for table in tables):
-        raise ConversionError("The table of tokens is factorised. Resize the dense model's before you convert it.")
-    return resize(self, new_num_tokens, *args, **kwargs)
-
-
-PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings = save_pretrained, resize_token_embeddings
+PreTrainedModel.save_pretrained = save_pretrained
 PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[arg-type]

@@ -63,8 +63,6 @@ DISTINCT = 0.1  # of their length: particles at that distance count as different
 class Diagnostics:
     """How the particles lie relative to each other."""
 
-    bandwidth: float
-    """Of the median rule, in squared distance."""
     kernel_mass: float
     """Mean kernel value of two different particles: near 0 SVGD is an ensemble, near 1 all coincide."""
     spread: float
@@ -87,7 +85,6 @@ def diagnose(particles: Particles, spread: Spread | None = None) -> Diagnostics:
     d2 = squared_distances_(theta, alive, spread.sum)
     pairs = d2[alive.expand(n, n).triu(1)]
     return Diagnostics(
-        bandwidth=float(median_bandwidth(d2)),
         kernel_mass=float((rbf(d2)[0].sum() - n) / max(n * (n - 1), 1)),
         spread=float((pairs.nanmedian() / length2).sqrt()),
         effective_particles=n**2 / max(float(torch.exp(-d2 / (DISTINCT**2 * length2)).sum()), 1.0),

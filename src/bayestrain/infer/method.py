@@ -90,7 +90,6 @@ class Method:
 
     @classmethod
     def check_number(cls, n: int) -> None:
-        """Raise `ConfigError` unless the method works with n particles."""
         if n < cls.fewest:
             raise ConfigError(f"{cls.name} needs at least {cls.fewest} particle(s), got {n}.")
 

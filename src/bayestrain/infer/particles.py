@@ -75,11 +75,9 @@ class Spread:
 
     @property
     def total(self) -> int:
-        """Particles of all processes."""
         return sum(self.counts)
 
     def widths(self, columns: int) -> list[int]:
-        """How many of the columns each process gets."""
         n = len(self.counts)
         return [columns // n + (place < columns % n) for place in range(n)]
 

@@ -191,7 +191,6 @@ def _halves(weight: FactorizedWeight) -> tuple[tuple[int, ...], int]:
 
 
 def _dense(layer: Any, weight: nn.Parameter, alone: bool) -> nn.Module:
-    """The dense layer."""
     if type(layer) is TensorEmbedding:
         return _embedding(layer, [weight], alone)
     made = layer.to_dense()

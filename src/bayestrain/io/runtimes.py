@@ -22,7 +22,6 @@ Written = tuple[bytes, int, Callable[..., Any]]  # bytes of a file, how many ope
 def to_onnx(
     program: Any, about: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]], outputs: list[str]
 ) -> Written:
-    """An ONNX file, which onnxruntime runs."""
     import onnxruntime  # type: ignore[import-untyped]
     import onnxscript.optimizer
 
@@ -57,7 +56,6 @@ def to_onnx(
 
 
 def to_pt2(program: Any, about: Mapping[str, Any], *_: Any) -> Written:
-    """A file that `torch.export.load` reads."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={"metadata.json": json.dumps(about, indent=2)})
     file.seek(0)

@@ -6,7 +6,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -23,9 +22,8 @@ LISTED: dict[str, Any] = CONTAINERS | {name: getattr(nn, name) for name in """
     InstanceNorm2d InstanceNorm3d LSTM LayerNorm LeakyReLU Linear LocalResponseNorm LogSigmoid LogSoftmax MaxPool1d
     MaxPool2d MaxPool3d Mish MultiheadAttention PReLU PixelShuffle PixelUnshuffle RMSNorm RNN ReLU ReLU6 ReflectionPad1d
     ReflectionPad2d ReplicationPad1d ReplicationPad2d SELU SiLU Sigmoid Softmax Softplus Softsign Tanh Tanhshrink
-    TransformerEncoder TransformerEncoderLayer Unflatten Upsample ZeroPad1d ZeroPad2d""".split()}  # fmt: skip  # noqa: SIM905
+    Unflatten Upsample ZeroPad1d ZeroPad2d""".split()}  # fmt: skip  # noqa: SIM905
 NAMES = {kind: name for name, kind in LISTED.items()} | {NonDynamicallyQuantizableLinear: "Linear"}
-ACTIVATIONS = {F.relu: "relu", F.gelu: "gelu"}
 
 
 def describe(model: nn.Module) -> Any:
@@ -51,14 +49,6 @@ def describe(model: nn.Module) -> Any:
 
 def _settings(module: Any, kind: Any) -> dict[str, Any]:
     """What the constructor of a module was called with, as its attributes have it."""
-    if kind is nn.TransformerEncoderLayer:
-        attention = module.self_attn
-        return {
-            "d_model": attention.embed_dim, "nhead": attention.num_heads, "norm_first": module.norm_first,
-            "dim_feedforward": module.linear1.out_features, "dropout": module.dropout.p,
-            "activation": ACTIVATIONS.get(module.activation, module.activation), "batch_first": attention.batch_first,
-            "layer_norm_eps": module.norm1.eps, "bias": module.linear1.bias is not None,
-        }  # fmt: skip
     module, names = module.blank() if isinstance(module, TensorLayer) else module, list(signature(kind).parameters)
     if issubclass(kind, nn.RNNBase):  # whose own signatures are open
         names = [*signature(nn.RNNBase).parameters, "nonlinearity"]
@@ -100,9 +90,4 @@ def _build(node: Any) -> nn.Module:
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in node["settings"].items()}
     if any(key.startswith("_") or key in ("device", "dtype") for key in settings):
         raise ValueError(f"{name} has no such settings")
-    if name == "TransformerEncoder":
-        layer, norm = children["layers"]["children"]["0"], children.get("norm")
-        if layer["class"] != "TransformerEncoderLayer":
-            raise ValueError("a TransformerEncoder has layers of TransformerEncoderLayer")
-        settings |= {"encoder_layer": _build(layer), "norm": norm and _build(norm)}
     return kind(**settings)  # type: ignore[no-any-return]

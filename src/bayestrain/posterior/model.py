@@ -42,7 +42,6 @@ class Joint(nn.Module):
                     self._aliases[name] = first[tensor]
 
     def forward(self, part: Part, *inputs: Tensor) -> dict[str, Tensor]:
-        """Run a part for one particle."""
         return part(self, *inputs)
 
     def batched(
@@ -128,7 +127,6 @@ class ParticleModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the particles are."""
         return next(iter(self.particles.values())).device
 
     @property
@@ -229,7 +227,6 @@ class ParticleModel:
 
 
 def outputs_of(joint: Joint, x: Tensor) -> dict[str, Tensor]:
-    """What the network returns for x."""
     return {"outputs": one_tensor(joint.model(x))}
 
 
@@ -243,7 +240,6 @@ def _twin(module: nn.Module) -> Any:
 
 
 def joined(chunks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate what chunks of particles returned."""
     return chunks[0] if len(chunks) == 1 else {k: torch.cat([chunk[k] for chunk in chunks]) for k in chunks[0]}
 
 

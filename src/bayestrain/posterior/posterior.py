@@ -65,10 +65,8 @@ class Posterior(ParticleModel):
             network that torch.vmap cannot run, such as an LSTM, needs 1.
         spread: how the particles are spread over processes, if `models` are only those of one. All processes then have
             to take the same steps, cuts and predictions; a prediction is that of all particles.
-        options: arguments of the method (see `bayestrain.infer`): `clip`; `optimizer`, a function from named tensors,
-            default Adam at 1e-3, and 1e-2 for cores and the likelihood's parameters; for "svgd" also `kernel`; for
-            "anchored" also `seed`; instead of an optimiser "sgld" has `lr`, `temperature`, `memory` and `seed`, and
-            "hmc" has `lr`, `leapfrogs`, `warmup` and `seed`.
+        options: arguments of the method's class in `bayestrain.infer`. The default of `optimizer`, a function from
+            named tensors, is Adam at 1e-3, and at 1e-2 for cores and the likelihood's parameters.
     """
 
     def __init__(

@@ -152,11 +152,6 @@ class ClassPrediction(Prediction):
         """``(N,)``: the mutual information of class and particle; the total is the entropy of the mixture."""
         return (_entropy(self.mixture) - self.aleatoric).clamp_min(0)
 
-    @property
-    def disagreement(self) -> Tensor:
-        """``(N,)``: the fraction of particles that predict another class than the mean."""
-        return (self.particle_probabilities.argmax(2) != self.classes).double().mean(0)
-
     def reasons(self) -> list[str]:
         """Say why each input is uncertain: "clear" (less than 0.1 nats), "ambiguous input" or "particles disagree".
 
@@ -217,22 +212,18 @@ class RegressionPrediction(Prediction):
 
     @cached_property
     def mean(self) -> Tensor:
-        """The mean of the particles' means."""
         return self.particle_means.mean(0, dtype=torch.float64)
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        """The mean of the particles' variances."""
         return self.particle_variances.mean(0, dtype=torch.float64)
 
     @cached_property
     def epistemic(self) -> Tensor:
-        """The variance of the particles' means."""
         return (self.particle_means.double() - self.mean).square().mean(0)
 
     @property
     def std(self) -> Tensor:
-        """The standard deviation of the mixture."""
         return self.total.sqrt()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,6 @@ def falling_terms(
 
 
 def _derivatives(u: Tensor, linear: float | Tensor, falling: Mapping[float, Tensor], b: float) -> tuple[Tensor, Tensor]:
-    """Slope and curvature of the conditional."""
     curvature = b * torch.exp(u)
     slope = curvature + linear
     for power, coefficients in falling.items():

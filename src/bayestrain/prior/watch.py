@@ -64,10 +64,8 @@ class Watch:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next look depends on."""
         return {"start": list(self.start), "shares": list(self.shares), "ranks": list(self.ranks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; a wrong one changes nothing."""
         start, shares = (list(map(float, state[name])) for name in ("start", "shares"))
         self.ranks, self.start, self.shares = [tuple(own) for own in state["ranks"]], start, shares

@@ -185,7 +185,6 @@ class _Parts:
 
 
 def rows(batch: tuple[Any, Tensor]) -> int:
-    """How many data a batch counts for."""
     return 0 if isinstance(batch, Padding) else len(batch[1])
 
 

@@ -170,12 +170,10 @@ class FitConfig(Section, title="fit"):
 
     @property
     def targets(self) -> list[str]:
-        """The names of the targets that are set."""
         return [name for name in ("target_ratio", "target_parameters", "target_accuracy") if getattr(self, name)]
 
     @property
     def first_cut(self) -> float:
-        """The epoch of the first cut."""
         return self.epochs / 4 if self.compact_from < 0 else self.compact_from
 
 
@@ -204,7 +202,6 @@ class RunConfig:
     posterior: PosteriorConfig = PosteriorConfig()
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Sections of plain values, as TOML and JSON hold them."""
         return {title: plain(vars(getattr(self, title))) for title in SECTIONS}
 
     @classmethod

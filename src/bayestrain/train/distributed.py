@@ -122,7 +122,6 @@ class World:
         self.own = self.particles_of(particles)
 
     def particles_of(self, total: int) -> slice:
-        """Which of so many particles this process has."""
         return slice(total * self.part // self.parts, total * (self.part + 1) // self.parts)
 
     def spread(self, own: int) -> Spread:
@@ -142,7 +141,6 @@ class World:
         return tensor
 
     def any(self, true: bool) -> bool:
-        """Whether it is true in any process."""
         return bool(self.sum_all(torch.tensor(float(true))))
 
     def sum_many(self, tensors: Sequence[Tensor]) -> None:
@@ -261,7 +259,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _code() -> str:
-    """A fingerprint of the package's sources."""
     found, here = hashlib.sha256(), Path(bayestrain.__file__).parent
     for file in sorted(here.rglob("*.py")):
         found.update(file.relative_to(here).as_posix().encode() + file.read_bytes())

@@ -37,8 +37,6 @@ class FitResult:
         model: the network, trained in place; of a posterior, the network that its particles are of.
         history: a record per epoch, from epoch 0, the network before training.
         validation: the metrics of the final network on the validation data.
-        spectra: what the bonds held just before the final cut.
-        start_ranks, start_parameters: of the network before training.
     """
 
     model: nn.Module
@@ -46,9 +44,6 @@ class FitResult:
     likelihood: Likelihood
     history: list[dict[str, Any]]
     validation: dict[str, float] | None
-    spectra: dict[str, Any]
-    start_ranks: dict[str, tuple[int, ...]]
-    start_parameters: int
     seconds: float
 
 
@@ -169,17 +164,13 @@ def fit(
             seeded(seed)
         if saved is not None:
             loop.restore(saved)
-        final, before = loop.run(note), loop.history[0]
-        result = FitResult(
-            subject.template, subject.posterior, subject.likelihood, loop.history, final, loop.search.spectra,
-            {name: tuple(bonds) for name, bonds in before["ranks"].items()}, before["parameters"], loop.seconds,
-        )  # fmt: skip
+        final, trained = loop.run(note), (subject.template, subject.posterior, subject.likelihood)
+        result = FitResult(*trained, loop.history, final, loop.seconds)
         loop.notify("end", result)
         return result
 
 
 def _models(model: Any, number: int, seed: int) -> list[nn.Module]:
-    """The networks to train: one for each particle."""
     models = list(model) if isinstance(model, Sequence) and not isinstance(model, nn.Module) else [model]
     if callable(model) and not isinstance(model, nn.Module):
         models = independent(model, number, seed)

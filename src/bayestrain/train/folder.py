@@ -22,7 +22,7 @@ FORMAT = 3  # of checkpoints: a higher number for every change after which older
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
 
 CHECKED = (
-    "result.json", "config.toml", "environment.json", "history.jsonl", "spectra.json",
+    "result.json", "config.toml", "environment.json", "history.jsonl",
     "model.safetensors", "posterior.safetensors", "model.json", "predictions.safetensors",
 )  # fmt: skip
 PARTS = "checkpoint-*.parts"  # folders of what several processes have written of a checkpoint
@@ -83,12 +83,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished."""
         return (self.path / "result.json").exists()
 
     @property
     def holds_run(self) -> bool:
-        """Whether there is a run, finished or with a checkpoint."""
         return any((self.path / name).exists() for name in ("result.json", LAST, PREVIOUS))
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +143,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         raise TrainingError(f"No checkpoint can be read. {' '.join(damaged)} Overwrite the run to start it again.")
 
     def write_history(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``history.jsonl`` with the records of the epochs so far."""
         self.write("history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
 

@@ -101,7 +101,6 @@ class RankSearch:
                     p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
     def after_step(self) -> None:
-        """After the optimiser's step."""
         if (prior := self.running) is not None:
             aligned = prior.aligns_next
             prior.step()

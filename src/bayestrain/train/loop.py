@@ -51,7 +51,6 @@ class Loop:
         self.rates = [float(group["lr"]) / self.config.lr for group in subject.optimizer.param_groups]
 
     def notify(self, what: str, argument: Any) -> None:
-        """Call this method of all callbacks that have it."""
         for callback in self.callbacks:
             if (method := getattr(callback, f"on_{what}", None)) is not None:
                 method(argument)
@@ -125,8 +124,6 @@ class Loop:
         started = time.perf_counter()
         self.search.cut(self.epoch, self.history[-1]["validation"] or {})
         self.seconds += time.perf_counter() - started
-        if not self.search.running and self.folder is not None:
-            self.folder.write("spectra.json", self.search.spectra)
         return not self.search.running
 
     def _record(self, means: dict[str, Any]) -> None:
@@ -181,7 +178,6 @@ class Loop:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
         return {
             "settings": self.settings,
             "subject": self.subject.state(),
@@ -192,14 +188,13 @@ class Loop:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to the epoch of the folder's checkpoint."""
         assert self.place is not None
         file = self.place if self.folder is None else self.folder.checkpoint
         with reading(file, "Resume with the same network and data, or overwrite the run."):
             state = put_together(state, self.subject, self.place)
             vars(self).update({name: state[name] for name in self.KEPT})
             vars(self.search).update({name: state["search"][name] for name in Search.KEPT})
-            plain((self.history, self.search.spectra))  # or else they could not be written later
+            plain(self.history)  # or else they could not be written later
             for record in self.history:
                 _ = record["validation"], +record["parameters"], [tuple(bonds) for bonds in record["ranks"].values()]
             if self.epoch not in range(self.epochs + 1) or not math.isfinite(self.seconds):

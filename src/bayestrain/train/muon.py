@@ -61,7 +61,6 @@ class Muon(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # a GradScaler has to unscale the gradients of cores, too
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; `closure` evaluates the loss again."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["orthogonal"]]
         try:

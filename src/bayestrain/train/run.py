@@ -34,7 +34,6 @@ from bayestrain.train.folder import RunFolder, read_json
 from bayestrain.train.search import check_target
 from bayestrain.train.subject import predict
 
-HARDEST = 24  # how many of the most uncertain test inputs a run keeps
 COLLAPSED = 0.5  # fewer different particles than this share of all deserve a warning
 DATA = ("train", "validation", "test", "outside", "classes", "mean", "std")  # what a run may know of its data
 
@@ -49,9 +48,9 @@ def train_run(
     join(place)
     if resume and (path / "config.toml").is_file():
         before = configs.load(path / "config.toml")
-        if changed := configs.differences(*(configs.flat(*vars(each).values()) for each in (before, config))):
-            changes = "; ".join(changed)
-            raise ConfigError(f"{path} has other settings ({changes}). Resume with the same, or choose another folder.")
+        each = (configs.flat(*vars(one).values()) for one in (before, config))
+        if changed := "; ".join(configs.differences(*each)):
+            raise ConfigError(f"{path} has other settings ({changed}). Resume with the same, or choose another folder.")
     data, likelihood, note, settings = load_data(config.run.data), _likelihood(config.run.likelihood), None, config.fit
     if config.run.from_run:
         start, note = _finished_run(config)
@@ -86,8 +85,8 @@ def train_run(
         result = {
             "name": config.run.name, "seed": seed,
             "dense_parameters": dense_parameters(fitted.model), "parameters": count_parameters(fitted.model),
-            "start_ranks": fitted.start_ranks, "ranks": ranks(fitted.model),
-            "layers": _layers(fitted.model, fitted.start_ranks),
+            "start_ranks": fitted.history[0]["ranks"], "ranks": ranks(fitted.model),
+            "layers": _layers(fitted.model, fitted.history[0]["ranks"]),
             **evaluate(config, data, trained, fitted.likelihood, place, opened),
             "seconds": fitted.seconds, "peak_memory_bytes": peak_memory_bytes(place),
             **{key: environment[key] for key in ("device", "command", "commit", "dirty")},
@@ -188,7 +187,6 @@ def _likelihood(name: str) -> Likelihood:
 
 
 def built(name: str) -> nn.Module:
-    """The network that a name stands for."""
     if not isinstance(model := made(name), nn.Module):
         raise ConfigError(f"{name} must build a torch.nn.Module, got a {type(model).__name__}.")
     return model
@@ -220,7 +218,7 @@ def _finished_run(config: RunConfig) -> tuple[nn.Module, dict[str, Any]]:
     return _saved(run, before, torch.device("cpu"))[0], {"run": str(run), "epochs": epochs, "commits": commits}
 
 
-def _layers(model: nn.Module, start_ranks: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
+def _layers(model: nn.Module, start_ranks: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
     """The parameters of every layer, bias included: as a dense layer, at the start, and now."""
     weights, found = factorized_weights(model), {}
     for name, module in model.named_modules():
@@ -282,7 +280,7 @@ def evaluate(
             about["ood"] = {"name": name, "auroc": apart[0], "auroc_epistemic": apart[1]}
     if isinstance(prediction, ClassPrediction | RegressionPrediction):
         found["task"] = "classification" if isinstance(prediction, ClassPrediction) else "regression"
-        _write_predictions(folder, prediction, targets, parts[judged])
+        _write_predictions(folder, prediction, targets)
     return found
 
 
@@ -290,16 +288,11 @@ def _metrics(prediction: Any, targets: Tensor) -> dict[str, float]:
     return {key: value for key, value in prediction.metrics(targets).items() if key != "mean_log_likelihood"}
 
 
-def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor, data: Batches) -> None:
+def _write_predictions(folder: RunFolder, prediction: Any, targets: Tensor) -> None:
     kept = {name: getattr(prediction, name) for name in ("total", "aleatoric", "epistemic")}
     if isinstance(prediction, RegressionPrediction):
         kept |= {"mean": prediction.mean, "std": prediction.std, "targets": targets}
     else:
-        hardest = prediction.total.argsort(descending=True)[:HARDEST]
-        kept |= {"probabilities": prediction.mean, "labels": targets, "hardest": hardest}
-        rows = (row for x, _ in data if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3) for row in x)
-        chosen = hardest.tolist()
-        if pictures := {i: row for i, row in enumerate(rows) if i in chosen}:
-            kept["hardest_inputs"] = torch.stack([pictures[i] for i in chosen])
+        kept |= {"probabilities": prediction.mean, "labels": targets}
     stored = {name: t.float() if t.is_floating_point() else t for name, t in kept.items()}
     folder.write("predictions.safetensors", serialised({name: t.cpu().contiguous() for name, t in stored.items()}))

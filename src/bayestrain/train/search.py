@@ -9,7 +9,7 @@ from torch import nn
 
 from bayestrain.errors import ConfigError
 from bayestrain.nn import count_parameters, dense_parameters, factorized_weights
-from bayestrain.train.config import FitConfig, plain
+from bayestrain.train.config import FitConfig
 from bayestrain.train.subject import Network
 
 EMPTY = 1e-7  # parts of a weight that are relatively smaller are rounding errors; larger ones can grow again
@@ -21,14 +21,13 @@ SHRINK, PATIENCE = 0.8, 3
 class Search:
     """Cuts the ranks of what `fit` trains between epochs: to a tolerance, towards a size, or while it is accurate."""
 
-    KEPT = ("ended", "spectra", "start", "best", "missed")
+    KEPT = ("ended", "start", "best", "missed")
 
     def __init__(self, subject: Network, config: FitConfig, notify: Callable[[str, Any], None]) -> None:
         self.subject, self.config, self.notify = subject, config, notify
         self.target, self.start = target_size(config, subject.template), self.parameters
         self.rule = None if config.rule == "auto" else config.rule
         self.ended: int | None = None  # the epoch of the final cut
-        self.spectra: dict[str, Any] = {}  # what the bonds held just before it
         self.best: dict[str, Any] | None = None  # the state of the smallest network that had the target accuracy
         self.missed = 0  # cuts in a row that were skipped because the accuracy was too low
 
@@ -79,8 +78,6 @@ class Search:
         first = self.subject.compact_(rule=self.rule, parameters=self.target) if self.target else None
         report = self.subject.compact_(tol, rule=self.rule)
         report = first.then(report) if first else report
-        kept = {row.name: {"bonds": plain(row.spectra), "kept": list(row.ranks)} for row in report.layers}
-        self.spectra = {"tol": tol, "layers": {name: about for name, about in kept.items() if about["bonds"]}}
         self.subject.end_search()
         self.ended, self.best = epoch, None
         self.notify("cut", report)

@@ -116,7 +116,6 @@ class Network:
         return 1 if self.posterior is None else self.posterior.method.spread.total
 
     def parameters(self) -> dict[str, Tensor]:
-        """By name, stacked: ``(n, ...)``."""
         if self.posterior is None:
             own: Any = dict(self.template.named_parameters())  # of a sharded one, what this process has
             return {k: (p.to_local() if is_sharded(p) else p).detach()[None] for k, p in own.items()}
@@ -209,7 +208,6 @@ class Network:
             p.grad = total
 
     def _settle(self) -> None:
-        """Move lambda if the last step has left that."""
         if self.prior is not None and self._due is not None:
             self.prior.move_(self._due)
             self._due.zero_()
@@ -282,7 +280,6 @@ class Network:
         return {"log_likelihood": float(torch.cat(parts).mean())}
 
     def describe(self) -> dict[str, Any]:
-        """Entries for the history."""
         about: dict[str, Any] = {"prior_weight": 0.0 if self.prior is None else self.prior.current_weight}
         about |= {"parameters": count_parameters(self.template), "ranks": plain(ranks(self.template))}
         if self.posterior is not None:
@@ -291,12 +288,10 @@ class Network:
         return about
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
         self._settle()
         return {name: getattr(self, name).state_dict() for name in self.kept if getattr(self, name) is not None}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to a state."""
         load_optimizer(self.optimizer, state["optimizer"])
         for name in [name for name in state if name != "optimizer"]:
             getattr(self, name).load_state_dict(state[name])

@@ -100,6 +100,5 @@ for command in (train, compress, report, evaluate, inspect, predict, export, ser
 
 
 def main() -> None:
-    """The console script `bayestrain`."""
     sys.path.insert(0, str(Path.cwd()))  # where --model and --data are looked for, as `python -m` does
     app(prog_name="bayestrain")

@@ -87,21 +87,11 @@ def evaluate(folders: Runs, device: Device = "auto") -> None:
 
 
 def report(folders: Runs) -> None:
-    """Write the HTML report of each run, and print what differs between several.
-
-    ```sh
-    bayestrain report runs/digits-seed0 runs/digits-seed1
-    ```
-    """
+    """Write the HTML report of each run, also of an unfinished one."""
     from bayestrain.app.report import write_report
-    from bayestrain.app.report.facts import differences
-    from bayestrain.app.report.read import read_run
 
     for folder in folders:
         print(write_report(folder))
-    if len(folders) > 1:
-        table = differences({str(folder): read_run(folder) for folder in folders})
-        print("\n" + text_table(table.header, table.rows))
 
 
 def export(

@@ -46,7 +46,6 @@ def serve(
 
 
 def application(folder: Path, device: str) -> Any:
-    """The FastAPI application of a run."""
     from fastapi import FastAPI, Request
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError

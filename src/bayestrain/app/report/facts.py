@@ -1,16 +1,13 @@
 """The figures to judge a run by, as people read them, and what they suggest to do next."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from math import isfinite
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from bayestrain.app.report.read import Arrays, Run
-
-FEW_LAYERS = 6
 
 
 def percent(value: float, digits: int = 2) -> str:
@@ -55,7 +52,7 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     found = [("Parameters", f"{result['parameters']:,}", [fewer, each])]
     if ranks:
         now, start = (sum(map(sum, each.values())) for each in (ranks, result["start_ranks"]))
-        few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= FEW_LAYERS else []
+        few = [f"{name}: {join(each)}" for name, each in ranks.items()] if len(ranks) <= 6 else []
         found.append(("Rank indices", f"{now:,}", [f"of {start:,} at the start", *few]))
 
     which, scores = (result.get("evaluated_on", "test"), metrics) if metrics else ("validation", held)
@@ -78,6 +75,9 @@ def tiles(run: Run) -> list[tuple[str, str, list[str]]]:
     if "targets" in values:
         found.append(("In the 90% interval", percent(covered(values, 0.9), 1), ["of the true values"]))
 
+    if posterior and "epistemic" in values:
+        share = values["epistemic"].sum() / (values["epistemic"] + values["aleatoric"]).sum()
+        found.append(("Epistemic share", percent(share, 1), ["of the uncertainty, which more data would reduce"]))
     if not run.finished:
         return [*found, ("Epochs so far", run.progress, [])]
     peak, device = result.get("peak_memory_bytes"), result.get("device")
@@ -103,20 +103,6 @@ def layer_table(run: Run) -> Table:
     return Table(f"Layers ({len(layers)})", header, rows)
 
 
-def differences(runs: Mapping[str, Run]) -> Table:
-    """What differs between runs: figures, ranks and settings."""
-    found = []
-    for run in runs.values():
-        about = {label: value for label, value, _ in tiles(run)}
-        about |= {f"ranks of {name}": join(ranks) for name, ranks in run.result["ranks"].items()}
-        sections = {title: section for title, section in run.config.items() if isinstance(section, dict)}
-        about |= {f"{title}.{key}": str(value) for title in sections for key, value in sections[title].items()}
-        found.append(about)
-    keys = dict.fromkeys(key for about in found for key in about)
-    rows = [(key, *(about.get(key, "–") for about in found)) for key in keys]
-    return Table("", ("what differs", *runs), [row for row in rows if len(set(row[1:])) > 1])
-
-
 def advice(run: Run) -> list[str]:
     """Sentences, the most pressing first; never empty."""
     return [*_training(run), *run.result["posterior"].get("warnings", ()), *_ranks(run), *_certainty(run)] or [
@@ -127,9 +113,6 @@ def advice(run: Run) -> list[str]:
 def _training(run: Run) -> Iterator[str]:
     if not run.finished:
         yield f"The run was stopped or is still at epoch {run.progress}. To resume it, add --resume to its command."
-    broken = [line["epoch"] for line in run.history if not isfinite(line.get("train_loss", 0.0))]
-    if broken:
-        yield f"The training loss is not finite from epoch {broken[0]} on: lower lr in [fit], or clip gradients."
     held = [(line["validation"], line["epoch"]) for line in run.history]
     scores = [(found["log_likelihood"], epoch) for found, epoch in held if "log_likelihood" in found]
     if len(scores) < 5:
@@ -165,9 +148,6 @@ def _ranks(run: Run) -> Iterator[str]:
     if full >= 0.25 * len(bonds):
         remedy = f"If accuracy matters more than size, raise max_rank in [tensorize], for example to {2 * cap}."
         yield f"{full} of {plural(len(bonds), 'bond')} kept the maximum rank of {cap}. {remedy}"
-    sizes = [line["parameters"] for line in search]
-    if len(sizes) >= 10 and sizes[-1] < 0.98 * sizes[-1 - len(sizes) // 10]:
-        yield "The search ended while ranks were still being pruned: more epochs in [fit] give a smaller network."
     before, after = (scores.get("accuracy", 0.0) for scores in (search[-1]["validation"], run.result["validation"]))
     if before - after > 0.01:
         remedy = "cut less (a lower round_tol or target in [fit]), or fine-tune longer (finetune_epochs)"

@@ -5,20 +5,18 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import imsave
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from bayestrain.app.report.facts import FEW_LAYERS, covered, percent
+from bayestrain.app.report.facts import covered, percent
 from bayestrain.app.report.read import Array, Arrays, Run
 
-BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072b2", "#d55e00", "#009e73", "#a4508b", "#8b929b", "#1b2530"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, "#b8860b", INK)  # after Okabe and Ito: colour-blind readers tell them apart
+BLUE, ORANGE, GREY, INK = "#0072b2", "#d55e00", "#8b929b", "#1b2530"
 CURVES = {
     "Size": ("parameters", "parameters", 1, ""),
     "Log likelihood": ("log likelihood per example", "train_loss", -1, "log_likelihood"),
@@ -37,12 +35,7 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-class Plot(NamedTuple):
-    """One figure as a data address."""
-
-    title: str
-    caption: str
-    source: str
+Plot = dict[str, str]  # title, caption, and the figure as a data address: the source of an image
 
 
 @contextmanager
@@ -61,24 +54,10 @@ def drawn(plots: list[Plot], title: str, caption: str, x: str = "", y: str = "",
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     source = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
-    plots.append(Plot(title, caption, source))
-
-
-def picture(pixels: Array) -> str:
-    """An image (channels, height, width) of any value range as a PNG in a data address."""
-    low, high = float(pixels.min()), float(pixels.max())
-    scaled, buffer = (pixels - low) / max(high - low, 1e-30), io.BytesIO()
-    imsave(buffer, scaled[0] if len(scaled) == 1 else scaled.transpose(1, 2, 0), cmap="gray", format="png")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def short(name: str) -> str:
-    """The end of a long name, so that a figure has room for more than names."""
-    return name if len(name) <= 22 else f"…{name[-21:]}"
+    plots.append({"title": title, "caption": caption, "source": source})
 
 
 def rank_plots(run: Run) -> list[Plot]:
-    """Ranks and size over the epochs, and what every bond held before the final cut."""
     names, lines, plots = list(run.result["ranks"]), [line for line in run.history if line["ranks"]], list[Plot]()
     if names and len(lines) > 1:
         share = [[sum(line["ranks"][name]) / sum(run.result["start_ranks"][name]) for line in lines] for name in names]
@@ -86,31 +65,13 @@ def rank_plots(run: Run) -> list[Plot]:
         with drawn(plots, "Ranks over the epochs", "Dark is full rank; lighter is pruned.", height=height) as axes:
             edges = (lines[0]["epoch"] - 0.5, lines[-1]["epoch"] + 0.5, len(names) - 0.5, -0.5)
             image = axes.imshow(share, "Blues", aspect="auto", vmin=0, vmax=1, interpolation="nearest", extent=edges)
-            axes.set_yticks(range(0, len(names), step), [short(name) for name in names[::step]], fontsize=8)
+            ends = [name if len(name) <= 22 else f"…{name[-21:]}" for name in names[::step]]
+            axes.set_yticks(range(0, len(names), step), ends, fontsize=8)
             axes.grid(False)
             _epochs(axes, run)
             percents, about = PercentFormatter(1), "share of the starting rank"
             axes.figure.colorbar(image, location="top", fraction=0.04, aspect=40, format=percents, label=about)
-    plots += curves(run, "Size")
-    if run.spectra:
-        _spectra(plots, run)
-    return plots
-
-
-def _spectra(plots: list[Plot], run: Run) -> None:
-    largest = sorted(run.spectra, key=lambda name: -run.result["layers"][name]["dense"])[:FEW_LAYERS]
-    caption = "Before the final cut, relative to the bond’s largest index. Dots were kept, crosses were cut."
-    caption += f" Only the {FEW_LAYERS} largest layers are shown." if len(run.spectra) > FEW_LAYERS else ""
-    with drawn(plots, "Spectra at the final cut", caption, "rank index") as axes:
-        for colour, name in zip(SERIES, largest, strict=False):
-            for bond, (values, kept) in enumerate(run.spectra[name]):
-                relative, index = np.maximum(values / max(values.max(), 1e-30), 1e-8), np.arange(1, len(values) + 1)
-                label = "" if bond else short(name)
-                axes.plot(index[:kept], relative[:kept], "o-", color=colour, markersize=4, linewidth=0.8, label=label)
-                axes.plot(index[kept:], relative[kept:], "x", color=colour, markersize=4)
-        axes.set_yscale("log")
-        axes.yaxis.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
-        axes.set_ylim(min(axes.get_ylim()[0], 0.05), 2)
+    return [*plots, *curves(run, "Size")]
 
 
 def curves(run: Run, *titles: str) -> list[Plot]:
@@ -140,17 +101,16 @@ def _epochs(axes: Axes, run: Run) -> None:
 
 
 def certainty_plots(run: Run) -> list[Plot]:
-    """Whether probabilities and intervals mean what they say, and where uncertainty comes from."""
     found, plots = run.predictions, list[Plot]()
     if not found:
         return plots
     if "labels" in found:
-        sure, good = found["confidence"], found["right"]
+        sure, right = found["confidence"], found["right"]
         bins = [places for places in np.array_split(np.argsort(sure), 15) if len(places)]
-        promised, kept = (np.array([values[places].mean() for places in bins]) for values in (sure, good))
+        promised, kept = (np.array([values[places].mean() for places in bins]) for values in (sure, right))
         promise, labels = "answers given with 90% confidence are right", ("confidence (%)", "accuracy (%)")
     else:
-        promised, good = np.linspace(0.05, 0.99, 40), np.abs(found["errors"]).ravel() < 1.645
+        promised = np.linspace(0.05, 0.99, 40)
         kept = np.array([covered(found, share) for share in promised])
         promise, labels = "90% intervals hold the true value", ("interval (%)", "true values inside (%)")
     caption = f"On the dotted line, {promise} 90% of the time; below it, the predictions are overconfident."
@@ -158,8 +118,6 @@ def certainty_plots(run: Run) -> list[Plot]:
         axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=1)
         axes.plot(promised, kept, "o-", color=BLUE, linewidth=1, markersize=3.5)
     (_rejection if "labels" in found else _fit)(plots, found)
-    if found["epistemic"].any():
-        _sources(plots, found, good)
     return plots
 
 
@@ -186,18 +144,5 @@ def _fit(plots: list[Plot], found: Arrays) -> None:
             axes.plot(ends, ends, ":", color=INK, linewidth=1, zorder=3)
 
 
-def _sources(plots: list[Plot], found: Arrays, good: Array) -> None:
-    aleatoric, epistemic = (found[name].ravel() for name in ("aleatoric", "epistemic"))
-    *names, unit = ("right", "wrong", "nats") if "labels" in found else ("in the 90% interval", "outside", "variance")
-    share = percent(epistemic.sum() / (aleatoric + epistemic).sum(), 1)
-    caption = f"Aleatoric: noise in the data. Epistemic, {share} of the total: disagreement; more data would reduce it."
-    x, y = f"aleatoric ({unit})", f"epistemic ({unit})"
-    with drawn(plots, "Where uncertainty comes from", caption, x, y) as axes:
-        for inside, name, colour, marker in ((good, names[0], GREY, "o"), (~good, names[1], ORANGE, "x")):
-            places = _spread(np.flatnonzero(inside), 600)
-            axes.plot(aleatoric[places], epistemic[places], marker, color=colour, markersize=3.5, label=name)
-
-
 def _spread(places: Array, most: int) -> Array:
-    """At most so many of the places, evenly spread."""
     return places if len(places) <= most else places[np.linspace(0, len(places) - 1, most).astype(int)]

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 
 from bayestrain.app.report import figures
-from bayestrain.app.report.facts import Table, advice, join, layer_table, number, percent, plural, tiles
+from bayestrain.app.report.facts import Table, advice, join, layer_table, number, plural, tiles
 from bayestrain.app.report.read import Run, load, read_run
 from bayestrain.files import reading, write_atomically
 
@@ -56,27 +55,11 @@ def _lead(run: Run) -> str:
 
 def _certainty(run: Run) -> Section:
     ood, diagnostics = (run.result["posterior"].get(key) for key in ("ood", "diagnostics"))
-    texts, tables, pictures = [], [], []
+    texts, tables = [], []
     if ood:
         texts.append(f"Uncertainty separates out-of-distribution data ({ood['name']}) from test data with an AUROC of "
                      f"{number(ood['auroc'])}.")  # fmt: skip
-    if "hardest_inputs" in run.predictions:
-        pictures = [_picture(run, place) for place in range(min(len(run.predictions["hardest"]), 14))]
     if diagnostics:
         rows = [(name.replace("_", " "), number(value)) for name, value in diagnostics.items()]
         tables.append(Table("Diagnostics of the particles", ("diagnostic", "value"), rows))
-    plots = figures.certainty_plots(run)
-    return Section(title="Certainty", texts=texts, plots=plots, tables=tables, pictures=pictures)
-
-
-def _picture(run: Run, place: int) -> dict[str, Any]:
-    """One of the hardest inputs with its likeliest three classes, the true one among them."""
-    found = run.predictions
-    index = int(found["hardest"][place])
-    p, truth = found["probabilities"][index], int(found["labels"][index])
-    names = run.result["classes"] or range(len(p))
-    order = np.argsort(-p, kind="stable").tolist()
-    top = order[:3] if truth in order[:3] else [*order[:2], truth]
-    guesses = [(names[label], percent(p[label], 0), label == truth) for label in top]
-    source = figures.picture(found["hardest_inputs"][place])
-    return {"index": index, "truth": names[truth], "right": order[0] == truth, "guesses": guesses, "source": source}
+    return Section(title="Certainty", texts=texts, plots=figures.certainty_plots(run), tables=tables)

@@ -29,7 +29,6 @@ USUAL: Json = {
 class Run:
     """What the files of a run folder say; the `result` of an unfinished run is that of its last epoch.
 
-    `spectra`: for each layer what each bond held before the final cut, largest first, and how many it kept.
     `predictions`: arrays over the test inputs, those of the file with "confidence" and "right", or "errors" in std.
     """
 
@@ -37,7 +36,6 @@ class Run:
     finished: bool
     result: Json
     history: list[Json]
-    spectra: dict[str, list[tuple[Array, int]]]
     predictions: Arrays
     config: Json
 
@@ -53,15 +51,10 @@ def read_run(folder: Path) -> Run:
     """Read a run folder; without ``result.json`` the run is unfinished and its history is enough for a page."""
     check_files(folder)
     result, history = load(folder / "result.json"), _history(folder / "history.jsonl")
-    finished, spectra, config = bool(result), load(folder / "spectra.json"), load(folder / "config.toml")
+    finished, config = bool(result), load(folder / "config.toml")
     predictions = _predictions(folder / "predictions.safetensors")
     if not finished and not history:
         raise DataError(f"{folder} is not a run folder: it has neither result.json nor an epoch in history.jsonl.")
-    with reading(folder / "spectra.json"):
-        spectra = {
-            name: list(zip((np.asarray(bond, float) for bond in about["bonds"]), about["kept"], strict=True))
-            for name, about in spectra.get("layers", {}).items()
-        }
     with reading(folder / "result.json"):
         if not finished:
             result = {key: history[-1][key] for key in ("parameters", "ranks")}
@@ -73,7 +66,7 @@ def read_run(folder: Path) -> Run:
             raise ValueError("parameters and metrics must be numbers")
         if any(len(ranks) != len(known["start_ranks"].get(name, ())) for name, ranks in known["ranks"].items()):
             raise ValueError("ranks and start_ranks do not fit each other")
-    return Run(folder, finished, known, history, spectra, predictions, config)
+    return Run(folder, finished, known, history, predictions, config)
 
 
 def load(path: Path) -> Json:
