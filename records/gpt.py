@@ -4,9 +4,10 @@
     python -m records.gpt --text input.txt --out runs/gpt-8x --ratio 8 --device cuda
     python -m records.gpt --text input.txt --out runs/gpt-w1 --weight 1 --device cuda
 
-The network and the data are nanoGPT's: 6 layers, 6 heads, width 384, context 256, 65 characters; the first 90 % of the
-text train, the last 10 % validate. Settings and the checkpoint are chosen on the last 5 % of the training text; the
-validation text is read once, at the end. A run that was stopped continues when it is started again.
+The network and the data are nanoGPT's: 6 layers, 6 heads, width 384, context 256, 65 characters; the first 90 % of
+the text train, the last 10 % validate. Settings and the checkpoint are chosen on the first 5 % of the training text,
+because its end is from the play that the validation text continues. The validation text is read once, at the end. A
+run that was stopped continues when it is started again.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def main() -> None:
     number = {symbol: n for n, symbol in enumerate(symbols)}
     codes = torch.tensor([number[symbol] for symbol in text], device=given.device)
     train, valid = codes.tensor_split([int(0.9 * len(codes))])
-    train, held_out = train.tensor_split([int((1 - HELD_OUT) * len(train))])
+    held_out, train = train.tensor_split([int(HELD_OUT * len(train))])
     data, held_out, valid = (Windows(part, given.context) for part in (train, held_out, valid))
 
     torch.manual_seed(given.seed)
