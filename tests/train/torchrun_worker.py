@@ -119,7 +119,8 @@ def stream() -> dict[str, Any]:
     """Two uneven shards in batches of 20: 2 and 3 batches; the curve of one process has other batches."""
     torch.manual_seed(0)
     found = summary(fit(network(), DataLoader(Stream(), 20), **SHORT, callbacks=[heard := fit_kit.Listener()]))
-    return {**found, "plan": [heard.plan.num_data, heard.plan.steps_per_epoch]}
+    started = [heard.plan.num_data, heard.plan.steps_per_epoch] if heard.calls else []  # only process 0 is called back
+    return {**found, "plan": started}
 
 
 def own_loop() -> dict[str, Any]:
