@@ -31,7 +31,7 @@ CPU_THREAD = Machine(rate=9.5e10, bandwidth=4e10, launch=5e-6, link=1.2e-5, half
 CUDA = Machine(rate=3.3e14, bandwidth=3.5e12, launch=3e-6, link=2e-6, half=48.0, fused=1.05e14)
 """An NVIDIA H200 with TF32 and operations launched by a CUDA graph, measured."""
 
-EAGER_LAUNCH = 2e-5  # seconds of an operation that Python launches one by one on that machine, measured
+EAGER_LAUNCH = 2e-5  # seconds of an operation that Python launches one by one on that machine, about
 LARGEST_TILE = 64  # rows or columns that a factor may have in the kernels
 SHARED_MEMORY = 160_000  # bytes of shared memory that a GPU needs for such tiles
 
